@@ -1,0 +1,11 @@
+"""The base of every configuration section."""
+
+from __future__ import annotations
+
+from pydantic import BaseModel, ConfigDict
+
+
+class Config(BaseModel):
+    """Immutable; a key that is not declared is an error, never ignored."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, protected_namespaces=())

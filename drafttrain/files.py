@@ -1,0 +1,137 @@
+"""Files that are whole or absent: atomic writes, hashes, JSON lines, bundled resources."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from drafttrain.errors import UserError
+
+_CHECKOUT = Path(__file__).resolve().parent.parent
+_BUNDLED = Path(__file__).resolve().parent / "_bundled"
+
+
+def cache_dir() -> Path:
+    """Where converted models and tokenised corpora live: `DRAFTTRAIN_CACHE`, else the user's cache folder."""
+    explicit = os.environ.get("DRAFTTRAIN_CACHE")
+    if explicit:
+        return Path(explicit).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "drafttrain"
+
+
+def find_resource(name: str | Path) -> Path:
+    """Resolve a file that ships with the project: the path as given, then the checkout, then the wheel's copy."""
+    given = Path(name).expanduser()
+    for candidate in (given, _CHECKOUT / name, _BUNDLED / name):
+        if candidate.exists():
+            return candidate
+    raise UserError(
+        "no such file", where=given, remedy=f"looked in {Path.cwd()}, {_CHECKOUT} and the installed package"
+    )
+
+
+@contextmanager
+def atomic_file(path: str | Path) -> Iterator[Path]:
+    """Yield a temporary path beside `path`; rename it into place if the block succeeds, delete it otherwise."""
+    final = Path(path)
+    final.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(prefix=f".{final.name}.", suffix=".part", dir=final.parent)
+    os.close(handle)
+    partial = Path(name)
+    try:
+        yield partial
+        with partial.open("rb") as written:
+            os.fsync(written.fileno())
+        # mkstemp makes files private; results are meant to be shared as the umask says.
+        partial.chmod(0o666 & ~_umask())
+        partial.replace(final)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+@contextmanager
+def atomic_folder(path: str | Path) -> Iterator[Path]:
+    """Yield a temporary folder beside `path`; rename it into place if the block succeeds. `path` must not exist."""
+    final = Path(path)
+    if final.exists():
+        raise UserError("already exists", where=final, remedy="choose another folder or remove this one")
+    final.parent.mkdir(parents=True, exist_ok=True)
+    partial = Path(tempfile.mkdtemp(prefix=f".{final.name}.", suffix=".part", dir=final.parent))
+    try:
+        yield partial
+        partial.chmod(0o777 & ~_umask())
+        partial.replace(final)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def sha256_file(path: str | Path) -> str:
+    """Hex SHA-256 of a file's bytes."""
+    with Path(path).open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def sha256_text(text: str) -> str:
+    """Hex SHA-256 of a string's UTF-8 bytes."""
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def read_json(path: str | Path) -> Any:
+    """Parse a JSON file; a file that is missing or not JSON is a `UserError` that names it."""
+    try:
+        return json.loads(Path(path).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError("no such file", where=path) from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"not valid JSON: {error}", where=path) from None
+
+
+def write_json(path: str | Path, value: Any) -> None:
+    """Write indented JSON atomically."""
+    with atomic_file(path) as partial:
+        partial.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def read_jsonl(path: str | Path) -> Iterator[tuple[int, Any]]:
+    """Yield (line number from 1, value) for each non-empty line."""
+    with Path(path).open(encoding="utf-8") as file:
+        for number, line in enumerate(file, 1):
+            if not line.strip():
+                continue
+            try:
+                yield number, json.loads(line)
+            except json.JSONDecodeError as error:
+                raise UserError(f"line {number} is not valid JSON: {error}", where=path) from None
+
+
+def append_jsonl(path: str | Path, value: Any) -> None:
+    """Append one line in a single write, so that a kill leaves whole lines but for the last one at worst."""
+    with Path(path).open("a", encoding="utf-8") as file:
+        file.write(json.dumps(value, ensure_ascii=False) + "\n")
+
+
+def require_free_space(path: str | Path, needed: int) -> None:
+    """Refuse before writing when the disk under `path` has fewer than `needed` bytes free."""
+    folder = Path(path)
+    while not folder.exists():
+        folder = folder.parent
+    free = shutil.disk_usage(folder).free
+    if free < needed:
+        raise UserError(
+            f"needs {needed / 2**30:.2f} GiB, the disk has {free / 2**30:.2f} GiB free",
+            where=path,
+            remedy="free some space or point the output to another disk",
+        )
