@@ -1,0 +1,115 @@
+"""How a draft is trained, measured while training, and tracked."""
+
+from __future__ import annotations
+
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+
+from drafttrain.config import Config
+
+
+class TrainingConfig(Config):
+    """The optimisation of one run.
+
+    A *row* is what the model sees as one sequence: several packed samples or one padded sample. One optimiser step
+    sees `batch_rows * accumulation * ranks` rows.
+
+    Attributes:
+        epochs: passes over the training samples; may be fractional. Exactly one of `epochs` and `max_steps` is given.
+        max_steps: optimiser steps.
+        batch_rows: rows of a micro-batch on each rank.
+        row_length: tokens of a packed row; the longest padded row.
+        accumulation: micro-batches of one optimiser step.
+        lr: peak learning rate.
+        min_lr: learning rate at the end of the decay.
+        weight_decay: AdamW's decoupled decay, on matrices only.
+        betas: AdamW's.
+        schedule: "wsd" (warm-up, stable, linear decay over the last `decay_fraction`), "cosine" or "constant".
+        warmup: below 1 a share of all steps, from 1 on a number of steps.
+        decay_fraction: share of all steps over which "wsd" decays.
+        clip_norm: largest global gradient norm, None for no clipping.
+        precision: "bf16" is autocast over fp32 master weights.
+        gradient_checkpointing: recompute the draft's layers in the backward.
+        seed: order of samples, initialisation and noise; None takes the recipe's.
+        log_every, save_every: in optimiser steps; `save_every: null` saves at the end of the run only.
+        keep: checkpoints kept beside the best one.
+        packing: put several samples in one row, each attending to itself alone.
+        num_threads: CPU threads of torch, None for its own choice.
+    """
+
+    epochs: float | None = Field(None, gt=0)
+    max_steps: int | None = Field(None, ge=1)
+    batch_rows: int = Field(4, ge=1)
+    row_length: int = Field(1024, ge=2)
+    accumulation: int = Field(1, ge=1)
+    lr: float = Field(3e-4, gt=0)
+    min_lr: float = Field(0.0, ge=0)
+    weight_decay: float = Field(0.0, ge=0)
+    betas: tuple[float, float] = (0.9, 0.95)
+    schedule: Literal["wsd", "cosine", "constant"] = "cosine"
+    warmup: float = Field(0.02, ge=0)
+    decay_fraction: float = Field(0.2, gt=0, le=1)
+    clip_norm: float | None = Field(1.0, gt=0)
+    precision: Literal["bf16", "fp32"] = "bf16"
+    gradient_checkpointing: bool = False
+    seed: int | None = Field(None, ge=0)
+    log_every: int = Field(10, ge=1)
+    save_every: int | None = Field(500, ge=1)
+    keep: int = Field(2, ge=1)
+    packing: bool = True
+    num_threads: int | None = Field(None, ge=1)
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        problems = []
+        if (self.epochs is None) == (self.max_steps is None):
+            problems.append("give one of `epochs` and `max_steps`")
+        if self.min_lr > self.lr:
+            problems.append(f"min_lr {self.min_lr:g} is above lr {self.lr:g}")
+        if not all(0 <= beta < 1 for beta in self.betas):
+            problems.append(f"betas {self.betas} must lie in [0, 1)")
+        if self.warmup >= 1 and self.warmup != int(self.warmup):
+            problems.append(f"warmup {self.warmup:g} is neither a share below 1 nor a whole number of steps")
+        if self.max_steps is not None and self.warmup >= 1 and self.warmup >= self.max_steps:
+            problems.append(f"warmup of {self.warmup:g} steps leaves nothing of max_steps {self.max_steps}")
+        if self.schedule == "wsd" and self.warmup < 1 and self.warmup + self.decay_fraction > 1:
+            problems.append(
+                f"warmup {self.warmup:g} and decay_fraction {self.decay_fraction:g} are more than the whole run"
+            )
+        if problems:
+            raise ValueError("; ".join(problems))
+        return self
+
+    def warmup_steps(self, total_steps: int) -> int:
+        """Warm-up in optimiser steps for a run of `total_steps`."""
+        return int(self.warmup) if self.warmup >= 1 else round(self.warmup * total_steps)
+
+    def decay_steps(self, total_steps: int) -> int:
+        """Length of the decay of "wsd" in optimiser steps."""
+        return min(round(self.decay_fraction * total_steps), total_steps - self.warmup_steps(total_steps))
+
+
+class EvaluationConfig(Config):
+    """Acceptance measured in the engine on held-out prompts while training.
+
+    Attributes:
+        every: optimiser steps between measurements; None measures at the end of the run only.
+        prompts: held-out prompts used, 0 to measure nothing.
+        k: draft tokens of a round.
+        max_new_tokens: longest answer.
+        batch_size: requests decoded together.
+    """
+
+    every: int | None = Field(None, ge=1)
+    prompts: int = Field(16, ge=0)
+    k: int = Field(4, ge=1)
+    max_new_tokens: int = Field(128, ge=1)
+    batch_size: int = Field(8, ge=1)
+
+
+class TrackingConfig(Config):
+    """Where metrics go beside `metrics.jsonl`: wandb, offline unless asked."""
+
+    wandb: Literal["off", "offline", "online"] = "off"
+    project: str = Field("drafttrain", min_length=1)
