@@ -1,0 +1,83 @@
+"""Attention over cached keys and values, registered with transformers under the name "drafttrain"."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AttentionInterface
+
+ATTENTION_NAME = "drafttrain"
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, softcap: float | None = None
+) -> Tensor:
+    """Grouped-query attention.
+
+    Args:
+        q: [B, Hq, T, D].
+        k, v: [B, Hkv, S, D], Hq a multiple of Hkv.
+        mask: bool [B or 1, 1, T, S], True where a query may look; None = causal when T == S, everything when T == 1.
+        scale: factor on the scores.
+        softcap: c in c * tanh(scores / c) (Gemma 2), or None.
+
+    Returns:
+        [B, Hq, T, D].
+    """
+    if softcap is not None:
+        return _attend_softcapped(q, k, v, mask, scale, softcap)
+    batch, q_heads, n_new, dim = q.shape
+    kv_heads = k.shape[1]
+    if mask is None and n_new > 1:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=q_heads != kv_heads)
+    if q_heads == kv_heads:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
+    # Queries of one group share their keys: folding the group into the query axis avoids repeating K and V.
+    group = q_heads // kv_heads
+    folded = q.reshape(batch, kv_heads, group * n_new, dim)
+    if mask is not None and n_new > 1:
+        mask = mask.repeat(1, 1, group, 1)
+    out = F.scaled_dot_product_attention(folded, k, v, attn_mask=mask, scale=scale)
+    return out.reshape(batch, q_heads, n_new, v.shape[-1])
+
+
+def _attend_softcapped(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, softcap: float
+) -> Tensor:
+    group = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+    scores = softcap * torch.tanh(q @ k.transpose(-1, -2) * (scale / softcap))
+    if mask is None and q.shape[2] > 1:
+        mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()
+    if mask is not None:
+        scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
+    return torch.softmax(scores, -1, dtype=torch.float32).to(v.dtype) @ v
+
+
+def _transformers_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    if s_aux is not None:
+        raise NotImplementedError("attention sinks are not supported by the bundled engine")
+    if dropout:
+        raise NotImplementedError("attention dropout is not supported: put the model in eval mode")
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    out = attend(query, key, value, attention_mask, scale, softcap)
+    return out.transpose(1, 2), None
+
+
+def register() -> None:
+    """Make the name known to transformers; harmless when repeated."""
+    AttentionInterface.register(ATTENTION_NAME, _transformers_attention)

@@ -1,0 +1,225 @@
+"""One adapter around any Hugging Face causal LM: body, taps, head. The only place that knows architectures."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from drafttrain.errors import TargetError
+from drafttrain.modeling.attention import ATTENTION_NAME, register
+from drafttrain.modeling.head import Head
+from drafttrain.modeling.kv_cache import StaticKVCache
+from drafttrain.modeling.taps import Tap
+
+
+@dataclass
+class CausalLMOutput:
+    """final: [B, T, H], the state after the last norm. taps: the states asked for, [B, T, H] each."""
+
+    final: Tensor
+    taps: dict[Tap, Tensor] = field(default_factory=dict)
+
+
+class CausalLM(nn.Module):
+    """A Hugging Face causal LM split into embedding, blocks, final norm and head.
+
+    Logits are never computed by `forward`: callers apply `lm_head` to the rows they want.
+    """
+
+    def __init__(self, hf: Any) -> None:
+        super().__init__()
+        register()
+        self.hf = hf
+        self.config = hf.config.get_text_config()
+        hf.set_attn_implementation(ATTENTION_NAME)
+        self.body = _find_body(hf)
+        self.layers: nn.ModuleList = self.body.layers
+        self.norm: nn.Module = _find_norm(self.body)
+        self.n_layers = len(self.layers)
+        self.hidden_size: int = self.config.hidden_size
+        self._cache_argument = _cache_argument(self.body)
+        self._windows = _layer_windows(self.config)
+        self._captured: dict[Tap, Tensor] = {}
+        self._wanted: frozenset[Tap] = frozenset()
+        self._install_taps()
+        self._check_no_sinks()
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the head, padding rows included."""
+        return int(self.embedding_weight.shape[0]) if self._head_module() is None else int(self.head().weight.shape[0])
+
+    @property
+    def embedding_weight(self) -> Tensor:
+        """[V, H] input embedding."""
+        weight: Tensor = self.hf.get_input_embeddings().weight
+        return weight
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the embedding."""
+        return self.embedding_weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the embedding."""
+        return self.embedding_weight.dtype
+
+    def _head_module(self) -> Any:
+        return self.hf.get_output_embeddings()
+
+    def head(self) -> Head:
+        """The output head with the architecture's scalings."""
+        module = self._head_module()
+        weight = self.embedding_weight if module is None else module.weight
+        scale = getattr(self.config, "logit_scale", None)  # Cohere multiplies
+        if scale is None:
+            divisor = getattr(self.config, "logits_scaling", None)  # Granite divides
+            scale = 1.0 if divisor is None else 1.0 / divisor
+        return Head(weight, getattr(module, "bias", None), getattr(self.config, "final_logit_softcapping", None), scale)
+
+    def lm_head(self, features: Tensor) -> Tensor:
+        """final features [..., H] -> logits [..., V]."""
+        return self.head()(features)
+
+    def final_norm(self, features: Tensor) -> Tensor:
+        """The last norm, [..., H] -> [..., H]."""
+        normed: Tensor = self.norm(features)
+        return normed
+
+    def embed(self, ids: Tensor) -> Tensor:
+        """ids [...] -> [..., H], with the architecture's scaling of embeddings."""
+        embedded: Tensor = self.hf.get_input_embeddings()(ids)
+        return embedded
+
+    def new_cache(self, rows: int, length: int) -> StaticKVCache:
+        """A cache for `rows` rows of up to `length` tokens, in this model's dtype and device."""
+        config = self.config
+        heads = config.num_key_value_heads if getattr(config, "num_key_value_heads", None) else config.num_attention_heads
+        dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        return StaticKVCache(self.n_layers, heads, dim, rows, length, self.dtype, self.device)
+
+    def forward(
+        self,
+        ids: Tensor,
+        positions: Tensor | None = None,
+        cache: StaticKVCache | None = None,
+        taps: Iterable[Tap] = (),
+    ) -> CausalLMOutput:
+        """Run the body.
+
+        Args:
+            ids: int64 [B, T].
+            positions: int64 [B, T] rotary positions; default 0 .. T-1, or the cache's own.
+            cache: after `begin`; without one the rows are causal from position 0, right padding harmless.
+            taps: states to return besides the final one.
+        """
+        if positions is None:
+            positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids) if cache is None else cache.positions()
+        kwargs: dict[str, Any] = {}
+        if cache is not None:
+            kwargs[self._cache_argument] = cache
+        mask = self._masks(ids.shape[1], cache, ids.device)
+        self._captured, self._wanted = {}, frozenset(taps)
+        try:
+            output = self.body(
+                input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=cache is not None, **kwargs
+            )
+            captured = self._captured
+        finally:
+            self._captured, self._wanted = {}, frozenset()
+        final = output.last_hidden_state
+        if Tap.final in frozenset(taps):
+            captured[Tap.final] = final
+        return CausalLMOutput(final, captured)
+
+    def _masks(self, n_new: int, cache: StaticKVCache | None, device: torch.device) -> Any:
+        """What the body takes as attention_mask: one 4D mask, or one a layer type where layers differ."""
+        if len(self._windows) == 1:
+            (window,) = self._windows.values()
+            return self._mask(n_new, cache, window, device)
+        return {kind: self._mask(n_new, cache, window, device) for kind, window in self._windows.items()}
+
+    @staticmethod
+    def _mask(n_new: int, cache: StaticKVCache | None, window: int | None, device: torch.device) -> Tensor | None:
+        if cache is not None:
+            return cache.mask(window)
+        if window is None or n_new <= window:
+            return None
+        index = torch.arange(n_new, device=device)
+        return ((index <= index[:, None]) & (index > index[:, None] - window))[None, None]
+
+    def _install_taps(self) -> None:
+        def before_block(index: int) -> Any:
+            tap = Tap.block(index)
+
+            def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+                if tap in self._wanted:
+                    self._captured[tap] = args[0] if args else kwargs["hidden_states"]
+
+            return hook
+
+        for index, layer in enumerate(self.layers):
+            layer.register_forward_pre_hook(before_block(index), with_kwargs=True)
+
+        def before_norm(_: nn.Module, args: tuple[Any, ...]) -> None:
+            if Tap.pre_norm in self._wanted:
+                self._captured[Tap.pre_norm] = args[0]
+
+        self.norm.register_forward_pre_hook(before_norm)
+
+    def _check_no_sinks(self) -> None:
+        if any(hasattr(getattr(layer, "self_attn", None), "sinks") for layer in self.layers):
+            raise TargetError(
+                f"{type(self.hf).__name__} uses attention sinks, which the bundled attention does not compute",
+                remedy="choose a target without attention sinks",
+            )
+
+
+def _find_body(hf: Any) -> Any:
+    body = getattr(hf, hf.base_model_prefix, hf)
+    for name in ("language_model", "text_model", "decoder"):
+        body = getattr(body, name, body)
+    if not hasattr(body, "layers") or not hasattr(hf.config.get_text_config(), "hidden_size"):
+        raise TargetError(
+            f"{type(hf).__name__} has no list of decoder layers that drafttrain recognises",
+            remedy="Llama, Qwen, Mistral, Gemma, Phi and their relatives are supported",
+        )
+    return body
+
+
+def _find_norm(body: Any) -> nn.Module:
+    for name in ("norm", "final_layernorm", "final_layer_norm", "ln_f"):
+        module = getattr(body, name, None)
+        if isinstance(module, nn.Module):
+            return module
+    raise TargetError(f"{type(body).__name__} has no final norm that drafttrain recognises")
+
+
+def _cache_argument(body: Any) -> str:
+    # transformers 5.2x renamed the argument; the old name is deprecated, the new one unknown to older releases.
+    names = inspect.signature(inspect.unwrap(type(body).forward)).parameters
+    return "cache" if "cache" in names else "past_key_values"
+
+
+def _layer_windows(config: Any) -> dict[str, int | None]:
+    """Layer type -> sliding window. One entry where all layers are alike."""
+    window = getattr(config, "sliding_window", None)
+    kinds = getattr(config, "layer_types", None)
+    if kinds is None:
+        use = getattr(config, "use_sliding_window", True)
+        return {"full_attention": window if use else None}
+    windows: dict[str, int | None] = {}
+    for kind in dict.fromkeys(kinds):
+        if kind not in ("full_attention", "sliding_attention"):
+            raise TargetError(
+                f"layers of type {kind!r} are not supported by the bundled engine",
+                remedy="choose a target whose layers are full or sliding attention",
+            )
+        windows[kind] = window if kind == "sliding_attention" else None
+    return windows

@@ -1,0 +1,160 @@
+"""A static key/value cache for rows of different length.
+
+Rows 0 .. n-1 are in use; a row that leaves is replaced by the last one (`move_row`), so that every forward reads a
+contiguous slice and nothing is gathered. Entries behind a row's length are garbage that the mask hides: dropping
+rejected tokens is a change of `lengths` alone.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import Cache
+
+from drafttrain.modeling.attention import attend
+
+
+class StaticKVCache(Cache):
+    """Keys and values [layers][rows, Hkv, length, D], allocated once.
+
+    A forward is announced by `begin` (how many rows, how many new tokens, which of them see which), then each layer
+    calls `update` (transformers' modules) or `attend` (our own drafts), then `commit` keeps some of the new tokens.
+    It is a `transformers.Cache`, so any architecture that takes one writes into it.
+
+    Attributes:
+        lengths: int64 [rows] on the CPU, the committed tokens of each row.
+    """
+
+    def __init__(
+        self,
+        n_layers: int,
+        kv_heads: int | list[int],
+        head_dim: int | list[int],
+        rows: int,
+        length: int,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        heads = [kv_heads] * n_layers if isinstance(kv_heads, int) else kv_heads
+        dims = [head_dim] * n_layers if isinstance(head_dim, int) else head_dim
+        super().__init__(layers=[])
+        self.rows, self.length = rows, length
+        self.device = torch.device(device)
+        self.k = [torch.zeros(rows, h, length, d, dtype=dtype, device=device) for h, d in zip(heads, dims, strict=True)]
+        self.v = [torch.zeros_like(k) for k in self.k]
+        self.lengths = torch.zeros(rows, dtype=torch.int64)
+        self._n_rows = self._n_new = self._first = self._visible = 0
+        self._slots: Tensor | None = None
+        self._masks: dict[int | None, Tensor | None] = {}
+        self._tail: Tensor | None = None
+        self._offset = 0
+
+    def bytes(self) -> int:
+        """Memory held, in bytes."""
+        return sum(t.numel() * t.element_size() for t in (*self.k, *self.v))
+
+    def begin(self, n_rows: int, n_new: int, tail_mask: Tensor | None = None, first_row: int = 0, offset: int = 0) -> None:
+        """Announce a forward of `n_new` tokens on each of rows first_row .. first_row + n_rows - 1.
+
+        Args:
+            n_rows: rows taking part.
+            n_new: new tokens a row, written at lengths[b] + offset.
+            tail_mask: bool [n_new, n_new] or [n_rows, n_new, n_new]: which new token sees which (a tree); None = causal.
+            first_row: first of the rows.
+            offset: uncommitted tokens already written behind each row's length and visible to the new ones.
+        """
+        lengths = self.lengths[first_row : first_row + n_rows] + offset
+        longest = int(lengths.max()) + n_new
+        if longest > self.length:
+            raise ValueError(f"the cache holds {self.length} tokens a row, {longest} were asked for")
+        self._n_rows, self._n_new, self._first, self._offset = n_rows, n_new, first_row, offset
+        self._visible = longest
+        self._tail = tail_mask
+        self._masks = {}
+        if bool((lengths == lengths[0]).all()):
+            self._slots = None
+            self._start = int(lengths[0])
+        else:
+            self._slots = (lengths[:, None] + torch.arange(n_new)).to(self.device)
+
+    def positions(self) -> Tensor:
+        """int64 [n_rows, n_new]: each new token's place in its row, counted along the cache."""
+        lengths = self.lengths[self._first : self._first + self._n_rows] + self._offset
+        return (lengths[:, None] + torch.arange(self._n_new)).to(self.device)
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Write the new keys and values [n_rows, Hkv, n_new, D]; return all that may be visible [n_rows, Hkv, S, D]."""
+        rows = slice(self._first, self._first + self._n_rows)
+        k, v = self.k[layer_idx][rows], self.v[layer_idx][rows]
+        if self._slots is None:
+            span = slice(self._start, self._start + self._n_new)
+            k[:, :, span] = key_states
+            v[:, :, span] = value_states
+        else:
+            index = self._slots[:, None, :, None].expand(-1, k.shape[1], -1, k.shape[3])
+            k.scatter_(2, index, key_states.to(k.dtype))
+            v.scatter_(2, index, value_states.to(v.dtype))
+        return k[:, :, : self._visible], v[:, :, : self._visible]
+
+    def mask(self, window: int | None = None) -> Tensor | None:
+        """bool [n_rows, 1, n_new, S] for the announced forward, None if every query sees everything.
+
+        Args:
+            window: sliding window in tokens, the query included, or None.
+        """
+        if window not in self._masks:
+            self._masks[window] = self._build_mask(window)
+        return self._masks[window]
+
+    def _build_mask(self, window: int | None) -> Tensor | None:
+        if self._n_new == 1 and self._slots is None and (window is None or self._visible <= window):
+            return None
+        lengths = self.lengths[self._first : self._first + self._n_rows] + self._offset
+        column = torch.arange(self._visible)
+        if self._tail is None:
+            own = lengths[:, None] + torch.arange(self._n_new)
+            seen = column <= own[..., None]
+        else:
+            tail = self._tail.cpu().expand(self._n_rows, -1, -1)
+            relative = column - lengths[:, None]
+            inside = (relative >= 0) & (relative < self._n_new)
+            index = relative.clamp(0, self._n_new - 1)[:, None].expand(-1, self._n_new, -1)
+            seen = (relative < 0)[:, None] | (inside[:, None] & tail.gather(2, index))
+            own = lengths[:, None] + tail.sum(-1) - 1
+        if window is not None:
+            seen = seen & (column > own[..., None] - window)
+        return seen[:, None].to(self.device)
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        """Store k, v [n_rows, Hkv, n_new, D] and attend with q [n_rows, Hq, n_new, D]."""
+        keys, values = self.update(k, v, layer)
+        return attend(q, keys, values, self.mask(), scale)
+
+    def commit(self, counts: Tensor) -> None:
+        """Keep the first counts[b] of the announced forward's tokens in each of its rows (int64 [n_rows])."""
+        self.lengths[self._first : self._first + self._n_rows] += counts.cpu()
+
+    def set_lengths(self, lengths: Tensor, first_row: int = 0) -> None:
+        """Set the committed lengths of rows first_row .. (int64 [n]); shorter drops what is behind."""
+        self.lengths[first_row : first_row + len(lengths)] = lengths.cpu()
+
+    def move_row(self, source: int, destination: int) -> None:
+        """Copy one row over another and empty the source."""
+        if source != destination:
+            used = int(self.lengths[source])
+            for tensor in (*self.k, *self.v):
+                tensor[destination, :, :used] = tensor[source, :, :used]
+            self.lengths[destination] = used
+        self.lengths[source] = 0
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Committed tokens of the longest row."""
+        return int(self.lengths.max())
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
+        """(visible keys, offset), for architectures that size their own masks."""
+        return self._visible, 0
