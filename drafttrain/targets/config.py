@@ -1,0 +1,31 @@
+"""The `target:` section of a recipe."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from drafttrain.config import Config
+
+
+class TargetConfig(Config):
+    """Which model is drafted for.
+
+    Attributes:
+        model: `smollm2-135m` (the embedded default), a local folder, a GGUF file, or a hub name.
+        dtype: dtype of the weights and of the features.
+        device: "auto" takes the rank's GPU if there is one.
+        revision: hub revision, or None.
+        gguf_file: name of a GGUF file inside `model`, or None.
+        tokenizer: another place for the tokenizer, or None for the model's own.
+        trust_remote_code: run code that the checkpoint brings. Off unless you say so.
+    """
+
+    model: str = Field(min_length=1)
+    dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
+    device: str = "auto"
+    revision: str | None = None
+    gguf_file: str | None = None
+    tokenizer: str | None = None
+    trust_remote_code: bool = False

@@ -1,0 +1,160 @@
+"""Load a target or its tokenizer from the embedded default, a folder, a GGUF file or a hub."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from drafttrain.errors import TargetError
+from drafttrain.targets import embedded
+from drafttrain.targets.config import TargetConfig
+from drafttrain.targets.identity import TargetIdentity, template_hash, tokenizer_hash, weights_fingerprint
+from drafttrain.targets.model import TargetModel
+
+_WEIGHTS = ("*.safetensors", "*.bin", "*.gguf")
+
+
+@dataclass(frozen=True)
+class _Place:
+    """What to hand to `from_pretrained`."""
+
+    source: str
+    gguf_file: str | None
+    folder: Path | None
+
+
+def load_target(config: TargetConfig) -> TargetModel:
+    """Load weights and tokenizer, frozen, on the device asked for.
+
+    Raises:
+        TargetError: not found, unreadable, an unsupported architecture, or remote code without leave.
+    """
+    from transformers import AutoModelForCausalLM
+
+    place = _locate(config)
+    tokenizer = load_tokenizer(config)
+    options: dict[str, Any] = {"dtype": getattr(torch, config.dtype), **_common(config, place)}
+    if place.gguf_file:
+        from transformers import GgufConfig
+
+        # Without it the weights stay packed: slow forwards, and nothing can be saved.
+        options["quantization_config"] = GgufConfig(dequantize=True)
+    with _explained(config, "weights"):
+        hf: Any = AutoModelForCausalLM.from_pretrained(place.source, **options)
+    hf.to(resolve_device(config.device))
+    identity = TargetIdentity(
+        name=config.model,
+        weights_hash=weights_fingerprint(_weight_files(config, place, hf)),
+        tokenizer_hash=tokenizer_hash(tokenizer),
+        template_hash=template_hash(tokenizer),
+        vocab_size=int(hf.get_input_embeddings().weight.shape[0]),
+        tokenizer_size=len(tokenizer),
+        hidden_size=int(hf.config.get_text_config().hidden_size),
+        n_layers=int(hf.config.get_text_config().num_hidden_layers),
+    )
+    return TargetModel(hf, tokenizer, identity)
+
+
+def load_tokenizer(config: TargetConfig) -> Any:
+    """The target's tokenizer alone.
+
+    Raises:
+        TargetError: there is none, or it cannot be read.
+    """
+    from transformers import AutoTokenizer
+
+    place = _locate(config)
+    source = config.tokenizer or place.source
+    options = _common(config, place)
+    if config.tokenizer:
+        options.pop("gguf_file", None)
+    with _explained(config, "tokenizer"):
+        return AutoTokenizer.from_pretrained(source, **options)
+
+
+def load_text_config(config: TargetConfig) -> Any:
+    """The target's text config alone; reads no weights."""
+    from transformers import AutoConfig
+
+    place = _locate(config)
+    with _explained(config, "config"):
+        loaded: Any = AutoConfig.from_pretrained(place.source, **_common(config, place))
+    return loaded.get_text_config()
+
+
+def resolve_device(device: str) -> torch.device:
+    """ "auto" is this rank's GPU if there is one, else the CPU."""
+    if device != "auto":
+        return torch.device(device)
+    if torch.cuda.is_available():
+        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+    return torch.device("cpu")
+
+
+def _locate(config: TargetConfig) -> _Place:
+    if config.model == embedded.NAME:
+        folder = embedded.embedded_folder()
+        return _Place(str(folder), None, folder)
+    path = Path(config.model).expanduser()
+    if path.is_file() and path.suffix == ".gguf":
+        return _Place(str(path.parent), path.name, path.parent)
+    if path.is_dir():
+        if not (path / "config.json").exists() and not config.gguf_file:
+            raise TargetError(
+                "the folder has no config.json", where=path, remedy="give a transformers checkpoint, or a .gguf file"
+            )
+        return _Place(str(path), config.gguf_file, path)
+    if path.is_absolute() or config.model.startswith((".", "~")) or config.model.count("/") > 1:
+        raise TargetError("no such target folder", where=config.model, remedy="check target.model")
+    return _Place(config.model, config.gguf_file, None)
+
+
+def _common(config: TargetConfig, place: _Place) -> dict[str, Any]:
+    options: dict[str, Any] = {"trust_remote_code": config.trust_remote_code}
+    if config.revision and place.folder is None:
+        options["revision"] = config.revision
+    if place.gguf_file:
+        options["gguf_file"] = place.gguf_file
+    return options
+
+
+def _weight_files(config: TargetConfig, place: _Place, hf: Any) -> list[Path]:
+    folder = place.folder
+    if folder is not None and place.gguf_file:
+        return [folder / place.gguf_file]
+    if folder is None:
+        from transformers.utils import cached_file
+
+        found = cached_file(config.model, "config.json", revision=config.revision)
+        folder = Path(found).parent
+    for pattern in _WEIGHTS:
+        files = sorted(folder.glob(pattern))
+        if files:
+            return files
+    raise TargetError("no weight files", where=folder, remedy=f"expected one of {', '.join(_WEIGHTS)}")
+
+
+class _explained:
+    """Turn the many errors of loading into one that says what to do."""
+
+    def __init__(self, config: TargetConfig, what: str) -> None:
+        self.config, self.what = config, what
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+        if not isinstance(error, (OSError, ValueError, RuntimeError, KeyError, ImportError)):
+            return
+        text = str(error).strip().splitlines()
+        first = text[0] if text else type(error).__name__
+        remedy = "give a local folder, or check the name, the revision and that the hub can be reached"
+        if "trust_remote_code" in str(error):
+            remedy = "set target.trust_remote_code: true if you trust the code it brings"
+        elif isinstance(error, ImportError):
+            remedy = "install the package it names"
+        raise TargetError(f"cannot load its {self.what}: {first}", where=self.config.model, remedy=remedy) from error

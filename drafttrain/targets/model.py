@@ -1,0 +1,62 @@
+"""The frozen target: an adapter, its tokenizer and its identity."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from drafttrain.errors import TargetError
+from drafttrain.modeling.causal_lm import CausalLM
+from drafttrain.targets.identity import TargetIdentity
+
+
+class TargetModel(CausalLM):
+    """A causal LM that is never trained.
+
+    Attributes:
+        tokenizer: the transformers tokenizer.
+        identity: hashes that features and drafts are checked against.
+        stop_ids: ids that end a turn or a text, from the generation config and the tokenizer.
+        context: longest sequence in tokens.
+    """
+
+    def __init__(self, hf: Any, tokenizer: Any, identity: TargetIdentity) -> None:
+        super().__init__(hf)
+        self.tokenizer = tokenizer
+        self.identity = identity
+        self.stop_ids = _stop_ids(hf, tokenizer)
+        self.context = int(getattr(self.config, "max_position_embeddings", 0) or 2**31)
+        self.requires_grad_(False)
+        self.eval()
+        self._prove_head()
+
+    def train(self, mode: bool = True) -> TargetModel:
+        """A frozen target stays in eval mode."""
+        return super().train(False)  # type: ignore[return-value]
+
+    @torch.inference_mode()
+    def _prove_head(self) -> None:
+        """Refuse an architecture whose logits our split into body and head does not reproduce."""
+        if self.device.type == "meta":
+            return
+        ids = torch.arange(4, device=self.device)[None] % self.vocab_size
+        theirs = self.hf(input_ids=ids, use_cache=False).logits.float()
+        ours = self.lm_head(self(ids).final).float()
+        # The same tensors through the same kernels: only the order of scaling and casting may differ.
+        tolerance = 1e-2 if self.dtype == torch.float32 else 2e-1
+        if theirs.shape != ours.shape or (theirs - ours).abs().max() > tolerance * theirs.abs().max().clamp(min=1):
+            raise TargetError(
+                f"the logits of {type(self.hf).__name__} are not its head applied to its final state",
+                remedy="this architecture scales its output in a way drafttrain does not know; please report it",
+            )
+
+
+def _stop_ids(hf: Any, tokenizer: Any) -> frozenset[int]:
+    found: set[int] = set()
+    for owner in (getattr(hf, "generation_config", None), hf.config, tokenizer):
+        eos = getattr(owner, "eos_token_id", None)
+        if eos is not None:
+            found.update(eos if isinstance(eos, (list, tuple)) else [eos])
+    size = len(tokenizer)
+    return frozenset(int(i) for i in found if 0 <= int(i) < size)
