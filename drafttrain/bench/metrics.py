@@ -1,0 +1,141 @@
+"""Acceptance metrics: pure functions of round records.
+
+A round is *cut* when the output ends inside the accepted prefix (a stop token among the accepted drafts, or
+the limit). Then the target never judged, for the caller's purpose, the depths behind the cut: they enter
+neither numerator nor denominator of any rate.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from drafttrain.bench.bootstrap import Interval, ratio_interval
+from drafttrain.engine.records import RoundRecord
+
+
+@dataclass(frozen=True)
+class Acceptance:
+    """How a draft did over a set of rounds.
+
+    Attributes:
+        rounds, emitted: totals; the token that the prefill gives is in neither.
+        tau: emitted / rounds, pooled, bonus token included; None without rounds.
+        tau_ci: 95 % bootstrap interval over requests.
+        tau_request_mean: mean over requests of the request's own tau.
+        alpha: alpha[i-1] = P(depth i accepted | depth i-1 accepted); None where no round reached that depth.
+        per_position: P(depth i accepted) over the rounds that proposed it, what vLLM calls per-position.
+        judged: judged[i-1], rounds in which depth i was judged given depth i-1: the denominators of alpha.
+        acceptance_rate: accepted / proposed; None when nothing was proposed.
+        mean_accepted: accepted draft tokens a round.
+        cut_rounds: rounds that ended inside the accepted prefix.
+    """
+
+    rounds: int
+    emitted: int
+    tau: float | None
+    tau_ci: Interval | None
+    tau_request_mean: float | None
+    alpha: list[float | None]
+    per_position: list[float | None]
+    judged: list[int]
+    acceptance_rate: float | None
+    mean_accepted: float | None
+    cut_rounds: int
+
+
+def is_cut(record: RoundRecord) -> bool:
+    """Whether the output ended before the bonus token of this round."""
+    return record.reason is not None and record.emitted <= record.accepted
+
+
+def accepted_within(record: RoundRecord) -> int:
+    """Accepted draft tokens that reached the caller."""
+    return min(record.accepted, record.emitted)
+
+
+def tau(records: Sequence[RoundRecord]) -> float | None:
+    """Pooled emitted / rounds; None without rounds."""
+    return sum(r.emitted for r in records) / len(records) if records else None
+
+
+def acceptance_counts(records: Iterable[RoundRecord]) -> tuple[list[int], list[int], list[int]]:
+    """Counts by depth, index 0 = depth 1.
+
+    Returns:
+        (accepted, reached, offered): rounds in which depth i was accepted; rounds in which depth i was
+            judged because
+        depth i-1 had been accepted; rounds that proposed depth i and were not cut before it.
+    """
+    accepted: list[int] = []
+    reached: list[int] = []
+    offered: list[int] = []
+    for record in records:
+        taken = accepted_within(record)
+        limit = taken if is_cut(record) else record.proposed
+        while len(offered) < limit:
+            accepted.append(0)
+            reached.append(0)
+            offered.append(0)
+        for depth in range(limit):
+            offered[depth] += 1
+            reached[depth] += depth <= taken
+            accepted[depth] += depth < taken
+    return accepted, reached, offered
+
+
+def acceptance(records: Sequence[RoundRecord], *, samples: int = 2000, seed: int = 0) -> Acceptance:
+    """All acceptance metrics of `records`.
+
+    Args:
+        records: rounds of any number of requests and turns, in any order.
+        samples, seed: of the bootstrap.
+    """
+    accepted, reached, offered = acceptance_counts(records)
+    requests = by_request(records)
+    emitted = [sum(r.emitted for r in rows) for rows in requests.values()]
+    rounds = [len(rows) for rows in requests.values()]
+    proposed = sum(offered)
+    return Acceptance(
+        rounds=len(records),
+        emitted=sum(emitted),
+        tau=tau(records),
+        tau_ci=ratio_interval(emitted, rounds, samples=samples, seed=seed),
+        tau_request_mean=sum(e / n for e, n in zip(emitted, rounds, strict=True)) / len(rounds)
+        if rounds
+        else None,
+        alpha=[_ratio(a, n) for a, n in zip(accepted, reached, strict=True)],
+        per_position=[_ratio(a, n) for a, n in zip(accepted, offered, strict=True)],
+        judged=reached,
+        acceptance_rate=_ratio(sum(accepted), proposed),
+        mean_accepted=_ratio(sum(accepted), len(records)),
+        cut_rounds=sum(is_cut(r) for r in records),
+    )
+
+
+def by_request(records: Iterable[RoundRecord]) -> dict[str, list[RoundRecord]]:
+    """Records of each request, all turns together: the unit of resampling."""
+    groups: dict[str, list[RoundRecord]] = defaultdict(list)
+    for record in records:
+        groups[record.request].append(record)
+    return dict(groups)
+
+
+def by_category(
+    records: Iterable[RoundRecord], category_of: Mapping[str, str]
+) -> dict[str, list[RoundRecord]]:
+    """Records of each category, in the order of `category_of` (request id -> category)."""
+    groups: dict[str, list[RoundRecord]] = {category: [] for category in category_of.values()}
+    for record in records:
+        groups[category_of[record.request]].append(record)
+    return {category: rows for category, rows in groups.items() if rows}
+
+
+def expected_tau(alpha: float, depth: int) -> float:
+    """tau of a chain of `depth` drafts under i.i.d. acceptance: (1 - a^(K+1)) / (1 - a) (2211.17192)."""
+    return sum(alpha**i for i in range(depth + 1))
+
+
+def _ratio(top: int, bottom: int) -> float | None:
+    return top / bottom if bottom else None
