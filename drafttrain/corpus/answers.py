@@ -1,0 +1,281 @@
+"""Answers by the target: fill the assistant turns of a prompt set into a JSONL file; resume after a kill."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any, Protocol
+
+from drafttrain.corpus.chat import ChatRenderer
+from drafttrain.corpus.config import AnswersConfig
+from drafttrain.corpus.types import Conversation, Message, Prompt, Reject, TokenGenerator
+from drafttrain.errors import DataError
+from drafttrain.files import read_json, write_json
+
+
+@dataclass(frozen=True)
+class Question:
+    """One turn to be answered: a history that ends with a user or tool message."""
+
+    messages: list[Message]
+    tools: list[dict[str, Any]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """An assistant message, and whether the model ended it itself (False: cut at the token limit)."""
+
+    message: Message
+    finished: bool
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a question has no answer."""
+
+    reason: str
+
+
+class AnswerSource(Protocol):
+    """Who answers. `identity` names all that decides the answers; a file is resumed by the same one only."""
+
+    @property
+    def identity(self) -> dict[str, Any]: ...
+
+    def answer(self, questions: Sequence[Question]) -> Iterator[tuple[int, Answer | Failure]]:
+        """Yield (index, outcome) once for each question, as they finish, in any order."""
+        ...
+
+
+class TargetAnswers:
+    """Answers by a model in this process.
+
+    Args:
+        context_length: positions the model has; a prompt that leaves no room for one token is refused.
+    """
+
+    def __init__(
+        self,
+        generator: TokenGenerator,
+        chat: ChatRenderer,
+        config: AnswersConfig,
+        context_length: int | None = None,
+    ) -> None:
+        self.generator, self.chat, self.config, self.context_length = generator, chat, config, context_length
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """Sampling, template and tokenizer."""
+        sampling = self.config.model_dump(
+            include={"source", "max_new_tokens", "temperature", "top_p", "top_k", "seed"}
+        )
+        return {**sampling, "template": self.chat.template_hash, "tokenizer": self.chat.tokenizer_hash}
+
+    def answer(self, questions: Sequence[Question]) -> Iterator[tuple[int, Answer | Failure]]:
+        """Render, generate, decode."""
+        prompts: list[list[int]] = []
+        origin: list[int] = []
+        room = self.config.max_new_tokens
+        for index, question in enumerate(questions):
+            try:
+                ids = self.chat.prompt_ids(question.messages, question.tools)
+            except DataError as error:
+                yield index, Failure(error.what)
+                continue
+            if self.context_length is not None and len(ids) + room > self.context_length:
+                yield (
+                    index,
+                    Failure(
+                        f"the prompt has {len(ids)} tokens; with {room} for the answer it exceeds "
+                        f"the context of {self.context_length}"
+                    ),
+                )
+                continue
+            prompts.append(ids)
+            origin.append(index)
+        if not prompts:
+            return
+        config = self.config
+        for position, tokens in self.generator.generate(
+            prompts,
+            max_new_tokens=config.max_new_tokens,
+            temperature=config.temperature,
+            top_p=config.top_p,
+            top_k=config.top_k,
+            seed=config.seed,
+            stop=self.chat.stop_ids,
+        ):
+            text, finished = self.chat.answer_text(tokens, config.max_new_tokens)
+            yield origin[position], Answer({"role": "assistant", "content": text}, finished)
+
+
+@dataclass
+class Regenerated:
+    """What a run of `regenerate` did: prompts = resumed + written + rejects."""
+
+    path: Path
+    resumed: int = 0
+    written: int = 0
+    rejects: list[Reject] = field(default_factory=list)
+
+
+@dataclass
+class _Open:
+    """A conversation in the making."""
+
+    prompt: Prompt
+    messages: list[Message]
+    turns: list[str]
+    cut: list[int] = field(default_factory=list)
+
+    def take(self, answer: Answer) -> bool:
+        """Add an answer and the user turn after it; True when the conversation is complete."""
+        if not answer.finished:
+            self.cut.append(len(self.messages))
+        self.messages.append(answer.message)
+        if not self.turns:
+            return True
+        self.messages.append({"role": "user", "content": self.turns.pop(0)})
+        return False
+
+    def close(self) -> Conversation:
+        return Conversation(
+            self.prompt.id, self.messages, self.prompt.tools, self.prompt.meta, tuple(self.cut)
+        )
+
+
+def regenerate(
+    prompts: Sequence[Prompt],
+    source: AnswerSource,
+    out_path: str | Path,
+    *,
+    resume: bool = True,
+    progress: Callable[[int, int], None] | None = None,
+) -> Regenerated:
+    """Answer `prompts` turn by turn and append each finished conversation to `out_path` at once.
+
+    A file that a killed run left is continued: a torn last line is dropped, what stands is kept, and only the
+    other prompts are answered. Beside the file, `<name>.meta.json` holds the identity of the source.
+
+    Raises:
+        DataError: no prompts, an id that occurs twice, a file of another source, or one being written to.
+    """
+    path = Path(out_path)
+    ids = [prompt.id for prompt in prompts]
+    if not ids:
+        raise DataError("there are no prompts to answer", where=path)
+    if len(set(ids)) != len(ids):
+        twice = next(name for position, name in enumerate(ids) if name in ids[:position])
+        raise DataError(f"prompt id {twice!r} occurs twice", where=path, remedy="give each prompt its own id")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a+b") as file:
+        _lock(file, path)
+        _check_identity(path, source.identity, empty=file.tell() == 0, resume=resume)
+        if not resume:
+            file.truncate(0)
+        done = _mend(file, path)
+        foreign = done - set(ids)
+        if foreign:
+            raise DataError(
+                f"holds {len(foreign)} conversations that no prompt asks for, such as {min(foreign)!r}",
+                where=path,
+                remedy="write to another file, or start over without resuming",
+            )
+        report = Regenerated(path, resumed=len(done))
+        waiting = [_Open(p, list(p.messages), list(p.turns)) for p in prompts if p.id not in done]
+        while waiting:
+            further: list[_Open] = []
+            for index, outcome in source.answer([Question(c.messages, c.prompt.tools) for c in waiting]):
+                conversation = waiting[index]
+                if isinstance(outcome, Failure):
+                    report.rejects.append(Reject(conversation.prompt.id, outcome.reason, str(path)))
+                elif conversation.take(outcome):
+                    _append(file, conversation.close().to_json())
+                    report.written += 1
+                else:
+                    further.append(conversation)
+                if progress is not None:
+                    progress(report.resumed + report.written + len(report.rejects), len(ids))
+            waiting = further
+    return report
+
+
+def read_conversations(path: str | Path) -> list[Conversation]:
+    """Conversations that `regenerate` wrote. A torn last line, left by a kill, is passed over."""
+    source = Path(path)
+    if not source.is_file():
+        raise DataError(
+            "no such file", where=source, remedy="answer the prompts first: drafttrain regenerate"
+        )
+    conversations = []
+    for number, line in enumerate(source.read_bytes().splitlines(keepends=True), 1):
+        if not line.strip():
+            continue
+        try:
+            conversations.append(Conversation.from_json(json.loads(line)))
+        except (ValueError, KeyError, TypeError) as error:
+            if not line.endswith(b"\n"):
+                break
+            raise DataError(f"line {number} is not a conversation: {error!r}", where=source) from None
+    if not conversations:
+        raise DataError("holds no conversations", where=source)
+    return conversations
+
+
+def _append(file: IO[bytes], record: dict[str, Any]) -> None:
+    file.write(json.dumps(record, ensure_ascii=False).encode() + b"\n")
+    file.flush()
+
+
+def _lock(file: IO[bytes], path: Path) -> None:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise DataError(
+            "another run is writing to this file", where=path, remedy="wait for it or stop it"
+        ) from None
+
+
+def _check_identity(path: Path, identity: dict[str, Any], *, empty: bool, resume: bool) -> None:
+    meta = path.with_name(path.name + ".meta.json")
+    if resume and not empty:
+        if not meta.exists():
+            raise DataError(
+                "exists, but was not written by regenerate", where=path, remedy="write to another file"
+            )
+        written = read_json(meta)
+        differing = sorted(key for key in {*written, *identity} if written.get(key) != identity.get(key))
+        if differing:
+            changes = ", ".join(f"{key}: {written.get(key)!r} -> {identity.get(key)!r}" for key in differing)
+            raise DataError(
+                f"was written with other settings ({changes})",
+                where=path,
+                remedy="write to another file, or start over without resuming",
+            )
+    write_json(meta, identity)
+
+
+def _mend(file: IO[bytes], path: Path) -> set[str]:
+    """Ids of the conversations that stand; what a kill left of a last line is cut off."""
+    file.seek(0)
+    done: set[str] = set()
+    whole = 0
+    for number, line in enumerate(file, 1):
+        try:
+            done.add(Conversation.from_json(json.loads(line)).id)
+        except (ValueError, KeyError, TypeError) as error:
+            if not line.endswith(b"\n"):
+                break
+            raise DataError(
+                f"line {number} is damaged: {error!r}", where=path, remedy="remove that line and run again"
+            ) from None
+        whole += len(line)
+        if not line.endswith(b"\n"):
+            file.write(b"\n")
+            whole += 1
+    file.truncate(whole)
+    file.seek(0, 2)
+    return done

@@ -1,0 +1,101 @@
+"""Prompts that the target writes itself, from its template's opening of a user turn (arXiv:2406.08464)."""
+
+from __future__ import annotations
+
+import logging
+import re
+import zlib
+from collections import Counter
+
+from drafttrain.corpus.chat import ChatRenderer
+from drafttrain.corpus.types import Prompt, TokenGenerator
+from drafttrain.errors import DataError
+
+logger = logging.getLogger(__name__)
+
+_MARK = "\ue000drafttrain\ue001"
+_MIN_CHARACTERS = 8
+_MAX_COMPRESSION = 4.0
+_MIN_YIELD = 0.02
+
+
+def user_turn_opening(chat: ChatRenderer) -> list[int]:
+    """Token ids up to where the user's text begins, the template's default system prompt included."""
+    text = chat.render([{"role": "user", "content": _MARK}])
+    if _MARK not in text:
+        raise DataError("the template does not show the user's text", where=chat.name)
+    return chat.encode(text[: text.index(_MARK)])
+
+
+def synthesise(
+    generator: TokenGenerator,
+    chat: ChatRenderer,
+    count: int,
+    *,
+    seed: int = 0,
+    temperature: float = 1.0,
+    top_p: float = 0.95,
+    max_new_tokens: int = 96,
+) -> list[Prompt]:
+    """Let the model write `count` distinct user turns.
+
+    Turns that are unfinished, too short, without a letter, repetitive, or seen before are replaced by
+    further draws. The result depends on the arguments and the generator alone.
+
+    Raises:
+        DataError: the model gives next to nothing new, long before `count` is reached.
+    """
+    opening = user_turn_opening(chat)
+    prompts: list[Prompt] = []
+    seen: set[str] = set()
+    dropped: Counter[str] = Counter()
+    draw = 0
+    while len(prompts) < count:
+        missing = count - len(prompts)
+        wanted = missing + missing // 8 + 4
+        drawn = dict(
+            generator.generate(
+                [opening] * wanted,
+                max_new_tokens=max_new_tokens,
+                temperature=temperature,
+                top_p=top_p,
+                top_k=0,
+                seed=seed + draw,
+                stop=chat.stop_ids,
+            )
+        )
+        before = len(prompts)
+        for index in range(wanted):
+            tokens = drawn[index]
+            text, finished = chat.answer_text(tokens, max_new_tokens)
+            text = text.strip()
+            key = " ".join(text.casefold().split())
+            reason = _why_not(text, finished) or ("duplicate" if key in seen else None)
+            if reason:
+                dropped[reason] += 1
+            elif len(prompts) < count:
+                seen.add(key)
+                meta = {"source": "self", "seed": seed}
+                prompts.append(
+                    Prompt(f"self-{seed}-{len(prompts)}", [{"role": "user", "content": text}], meta=meta)
+                )
+        draw += 1
+        if len(prompts) < count and len(prompts) - before < _MIN_YIELD * wanted:
+            raise DataError(
+                f"the target wrote {len(prompts)} distinct prompts of {count} (dropped: {dict(dropped)})",
+                where=chat.name,
+                remedy="ask for fewer, raise the temperature, or give a file of prompts",
+            )
+    logger.info("synthesised %d prompts in %d draws; dropped %s", count, draw, dict(dropped))
+    return prompts
+
+
+def _why_not(text: str, finished: bool) -> str | None:
+    if not finished:
+        return "unfinished"
+    if len(text) < _MIN_CHARACTERS or not re.search(r"[^\W\d_]", text):
+        return "too short"
+    raw = text.encode()
+    if len(raw) > 200 and len(raw) / len(zlib.compress(raw)) > _MAX_COMPRESSION:
+        return "repetitive"
+    return None
