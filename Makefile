@@ -1,0 +1,54 @@
+# make quickstart   train a draft for the embedded target, measure it, print the table and the report's path
+# make test         the tests
+# make lint         formatting, lint, types, import layers
+# make venv         the virtual environment only
+#
+# PYTHON=python3.12 chooses the interpreter. Without a GPU torch is pinned to TORCH_CPU; where the package index serves
+# CUDA builds under that version, PIP_EXTRA_INDEX_URL can name an index of CPU builds.
+
+SHELL := /bin/bash
+PYTHON ?= python3
+TORCH_CPU ?= torch==2.13.0
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+EXTRAS := data,dev
+RECIPE ?= recipes/quickstart.yaml
+SUITE ?= eval/suites/core.yaml
+ARGS ?=
+
+GPU := $(shell nvidia-smi -L >/dev/null 2>&1 && echo yes)
+# A GPU machine keeps the torch it has.
+KEEP_TORCH := $(if $(GPU),$(shell $(PYTHON) -c 'import torch' 2>/dev/null && echo --system-site-packages))
+LAUNCH := $(if $(GPU),recipes/accelerate/ddp.yaml,recipes/accelerate/cpu.yaml)
+
+.PHONY: quickstart test lint format venv clean
+
+quickstart: venv
+	$(BIN)/accelerate launch --config_file $(LAUNCH) drafttrain/train.py $(RECIPE) $(ARGS)
+	$(BIN)/drafttrain eval runs/$(basename $(notdir $(RECIPE))) --suite $(SUITE)
+
+test: venv
+	$(BIN)/python -m pytest -m "not serving" $(ARGS)
+
+lint: venv
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: venv
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+venv: $(STAMP)
+
+$(STAMP): pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "drafttrain needs Python 3.11 or newer; set PYTHON="; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv $(KEEP_TORCH) $(VENV)
+	$(if $(GPU),,$(BIN)/python -c 'import torch' 2>/dev/null || $(BIN)/python -m pip install '$(TORCH_CPU)')
+	$(BIN)/python -m pip install -e '.[$(EXTRAS)]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
