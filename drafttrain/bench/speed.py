@@ -133,7 +133,7 @@ def speed(
 
 
 def impossible(ratio: float, length: float) -> str | None:
-    """A round costs one forward of the target at least and gives tau tokens: no speed-up above tau is real."""
+    """A round costs a forward of the target or more and gives tau tokens: no speed-up above tau is real."""
     if ratio <= length:
         return None
     return (

