@@ -1,26 +1,63 @@
-"""One record a round: what every figure in a report is derived from."""
+"""What goes into the engine and what comes out. Every metric is derived from these records."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from drafttrain.engine.sampling import SamplingParams
+
+
+@dataclass(frozen=True)
+class Request:
+    """One generation.
+
+    Attributes:
+        id: unique in a call.
+        prompt_ids: the prompt's token ids, at least one.
+        max_new_tokens: upper bound on emitted tokens.
+        sampling: how the target's distribution is sampled; greedy by default.
+        stop_ids: a token of this set ends the output and is its last token.
+        turn: turn of a conversation, copied into the records.
+    """
+
+    id: str
+    prompt_ids: list[int]
+    max_new_tokens: int
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    stop_ids: frozenset[int] = frozenset()
+    turn: int = 0
+
+
+@dataclass(frozen=True)
+class Completion:
+    """The output of one request.
+
+    Attributes:
+        tokens: emitted ids, the stop token included.
+        reason: "stop" (a stop id), "length" (max_new_tokens) or "context" (the cache or the model's context is full).
+        writers: a number a token: 0 = the target, d = accepted from depth d of the draft.
+    """
+
+    id: str
+    turn: int
+    tokens: list[int]
+    reason: str
+    writers: list[int]
 
 
 @dataclass(frozen=True)
 class RoundRecord:
-    """What one row did in one round of decoding. The prefill, and the token it emits, are no round.
+    """One row in one round of decoding. The token that the prefill emits belongs to no round.
 
     Attributes:
-        request: id of the request.
-        turn: turn of the conversation, from 0.
-        round: number of the round within the request and turn, from 0.
-        proposed: draft tokens that were put before the target (the depth of a chain).
-        accepted: how many of them the target accepted, before truncation.
-        emitted: tokens given to the caller after truncation at a stop token or a limit, bonus token included.
-        reason: why the row finished in this round ("stop", "length"), or None if it goes on.
-        batch: rows that took part in the round.
-        draft_s: wall seconds of the whole batched round spent drafting; a row's share is 1/batch, like the next two.
-        verify_s: wall seconds in the target's forward and the acceptance rule.
-        host_s: wall seconds of everything else.
+        request, turn: whose row.
+        round: number of this request's round, from 0.
+        proposed: draft tokens checked.
+        accepted: draft tokens the target agreed with, before truncation.
+        emitted: tokens that reached the output, after truncation at a stop id, the target's own token included.
+        reason: why the request ended in this round, or None.
+        batch: rows that took part.
+        draft_s, verify_s, host_s: seconds of the whole round, shared by its `batch` rows.
     """
 
     request: str

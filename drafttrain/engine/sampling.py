@@ -1,0 +1,128 @@
+"""From logits to the distribution that is sampled, the same for target, draft and bonus tokens."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from drafttrain.errors import EngineError
+
+_TOP_P_WIDTH = 1024
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """temperature 0 = greedy; top_p 1 and top_k 0 = off. `seed` makes a request's randomness its own."""
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.temperature >= 0:
+            raise EngineError(f"temperature is {self.temperature}", remedy="0 means greedy; otherwise it is positive")
+        if not 0 < self.top_p <= 1:
+            raise EngineError(f"top_p is {self.top_p}", remedy="it lies in (0, 1]; 1 means off")
+        if self.top_k < 0:
+            raise EngineError(f"top_k is {self.top_k}", remedy="it is a count; 0 means off")
+
+    @property
+    def greedy(self) -> bool:
+        """True where the output is the argmax."""
+        return self.temperature == 0
+
+
+class RowStreams:
+    """Independent random streams of one request: what the draft proposes must not be correlated with what decides
+    about it (a shared stream biases the residual, which shows on narrow vocabularies only)."""
+
+    def __init__(self, seed: int, request: str) -> None:
+        digest = hashlib.sha256(f"{seed}/{request}".encode()).digest()
+        self.proposal = _generator(digest[:8])
+        self.verdict = _generator(digest[8:16])
+
+
+def _generator(seed: bytes) -> torch.Generator:
+    return torch.Generator().manual_seed(int.from_bytes(seed, "little") >> 1)
+
+
+def uniforms(generators: Sequence[torch.Generator | None], count: int) -> Tensor:
+    """float64 [rows, count] in [0, 1); a row without a generator gets zeros."""
+    out = torch.zeros(len(generators), count, dtype=torch.float64)
+    for row, generator in enumerate(generators):
+        if generator is not None:
+            out[row] = torch.rand(count, generator=generator, dtype=torch.float64)
+    return out
+
+
+def probabilities(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
+    """Temperature, then top-k, then top-p, as transformers orders them.
+
+    Args:
+        logits: [n, ..., V], row i sampled as params[i] says.
+
+    Returns:
+        float32 of the same shape; a greedy row is one-hot at its argmax.
+    """
+    shape = (-1,) + (1,) * (logits.dim() - 1)
+    device = logits.device
+    greedy = torch.tensor([p.greedy for p in params], device=device)
+    temperature = torch.tensor([p.temperature or 1.0 for p in params], device=device).view(shape)
+    scaled = logits.float() / temperature
+    vocab = logits.shape[-1]
+    if any(0 < p.top_k < vocab for p in params):
+        scaled = _keep_top_k(scaled, params)
+    probs = torch.softmax(scaled, -1)
+    if any(p.top_p < 1 for p in params):
+        probs = _keep_top_p(probs, torch.tensor([p.top_p for p in params], device=device).view(shape))
+    if bool(greedy.any()):
+        one_hot = torch.zeros_like(probs).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
+        probs = torch.where(greedy.view(shape), one_hot, probs)
+    return probs
+
+
+def _keep_top_k(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
+    vocab = logits.shape[-1]
+    largest = max(p.top_k for p in params if p.top_k < vocab)
+    values = logits.topk(min(largest, vocab), -1).values
+    floor = torch.full_like(logits[..., :1], -torch.inf)
+    for row, param in enumerate(params):
+        if 0 < param.top_k < vocab:
+            floor[row] = values[row, ..., param.top_k - 1 : param.top_k]
+    return logits.masked_fill(logits < floor, -torch.inf)
+
+
+def _keep_top_p(probs: Tensor, top_p: Tensor) -> Tensor:
+    # A full sort of a 50k vocabulary costs more than a small model's forward: the head of the distribution nearly
+    # always holds the mass, and only when it does not is everything sorted.
+    width = min(_TOP_P_WIDTH, probs.shape[-1])
+    ordered, order = probs.topk(width, -1)
+    total = ordered.sum(-1, keepdim=True)
+    if width < probs.shape[-1] and bool(((total < top_p) & (top_p < 1)).any()):
+        ordered, order = probs.sort(-1, descending=True)
+    # The token that crosses the threshold stays, so at least one always does.
+    kept = ordered.masked_fill(ordered.cumsum(-1) - ordered >= top_p, 0.0)
+    cut = torch.zeros_like(probs).scatter_(-1, order, kept / kept.sum(-1, keepdim=True))
+    return torch.where(top_p < 1, cut, probs)
+
+
+def draw(weights: Tensor, uniform: Tensor) -> Tensor:
+    """Inverse-CDF sampling.
+
+    Args:
+        weights: [..., V], non-negative, any positive sum.
+        uniform: float64 [...], in [0, 1).
+
+    Returns:
+        int64 [...]; never an id of weight zero.
+    """
+    cumulative = weights.double().cumsum(-1)
+    total = cumulative[..., -1:]
+    # Rounding may lift u * total to total itself, behind the last token that has any weight.
+    threshold = (uniform.to(weights.device).unsqueeze(-1) * total).minimum(torch.nextafter(total, total - 1))
+    return torch.searchsorted(cumulative, threshold, right=True).squeeze(-1)

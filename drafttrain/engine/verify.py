@@ -1,0 +1,91 @@
+"""Which draft tokens the target keeps, and the token it adds. Lossless: outputs follow the target's distribution."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from drafttrain.engine.sampling import RowStreams, SamplingParams, draw, probabilities, uniforms
+from drafttrain.modeling.vocab_map import VocabMap
+
+
+@dataclass
+class Proposal:
+    """Chains of draft tokens.
+
+    Attributes:
+        tokens: int64 [n, K], target ids.
+        counts: int64 [n] on the CPU, how many of a row's tokens count.
+        q: float32 [n, K, Vd], the distribution each token was sampled from, or None where the draft chose it
+            deterministically.
+        vocab_map: maps q's last axis to the target's vocabulary.
+    """
+
+    tokens: Tensor
+    counts: Tensor
+    q: Tensor | None = None
+    vocab_map: VocabMap | None = None
+
+
+@dataclass
+class Verdict:
+    """accepted: int64 [n] on the CPU, draft tokens kept. bonus: int64 [n], the target's own token behind them."""
+
+    accepted: Tensor
+    bonus: Tensor
+
+
+def verify_chain(
+    logits: Tensor, proposal: Proposal, params: Sequence[SamplingParams], streams: Sequence[RowStreams | None]
+) -> Verdict:
+    """Check chains against the target.
+
+    Args:
+        logits: [n, K+1, V], the target's logits after the root and after each draft token.
+        proposal: the chains.
+        params, streams: one a row.
+    """
+    if all(p.greedy for p in params):
+        return _match(logits.argmax(-1), proposal)
+    p = probabilities(logits, params)
+    generators = [None if s is None else s.verdict for s in streams]
+    if proposal.q is None:
+        # y ~ p at each node; walk on while y equals the draft's token: lossless without further argument.
+        chosen = draw(p, uniforms(generators, p.shape[1]))
+        return _match(chosen, proposal)
+    return _reject(p, proposal, uniforms(generators, proposal.tokens.shape[1] + 1))
+
+
+def _match(chosen: Tensor, proposal: Proposal) -> Verdict:
+    length = proposal.tokens.shape[1]
+    inside = torch.arange(length) < proposal.counts[:, None]
+    agrees = (chosen[:, :length] == proposal.tokens) & inside.to(chosen.device)
+    accepted = agrees.long().cumprod(1).sum(1)
+    return Verdict(accepted.cpu(), chosen.gather(1, accepted[:, None])[:, 0])
+
+
+def _reject(p: Tensor, proposal: Proposal, uniform: Tensor) -> Verdict:
+    """Speculative sampling (arXiv 2211.17192, 2302.01318)."""
+    assert proposal.q is not None and proposal.vocab_map is not None
+    tokens, q, vocab = proposal.tokens, proposal.q, proposal.vocab_map
+    length = tokens.shape[1]
+    inside = (torch.arange(length) < proposal.counts[:, None]).to(p.device)
+    own = vocab.to_draft.to(q.device)[tokens]
+    q_x = q.gather(2, own[..., None])[..., 0].double()
+    p_x = p[:, :length].gather(2, tokens[..., None])[..., 0].double()
+    # accept x with probability min(1, p(x) / q(x))
+    keeps = (uniform[:, :length].to(p.device) * q_x < p_x) & inside
+    accepted = keeps.long().cumprod(1).sum(1)
+    target = p.gather(1, accepted[:, None, None].expand(-1, 1, p.shape[2]))[:, 0]
+    refused = (accepted < proposal.counts.to(p.device)).nonzero()[:, 0]
+    if len(refused):
+        # else draw from norm((p - q)+)
+        drafted = vocab.expand(q[refused, accepted[refused]])
+        residual = (target[refused] - drafted).clamp_(min=0)
+        # p = q up to rounding leaves nothing: then a rejection has probability zero and p itself is right.
+        empty = residual.sum(-1, keepdim=True) <= 0
+        target[refused] = torch.where(empty, target[refused], residual)
+    return Verdict(accepted.cpu(), draw(target, uniform[:, length]))
