@@ -1,0 +1,1 @@
+"""Training of drafts. accelerate and wandb are imported here and nowhere below."""

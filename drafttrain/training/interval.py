@@ -1,0 +1,86 @@
+"""Sums between two lines of the metrics log. They travel in checkpoints, so that a resumed run logs the same lines."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor
+
+from drafttrain.training.distributed import sum_over_ranks
+from drafttrain.training.metrics import peak_memory_mib
+
+
+@dataclass
+class Interval:
+    """This rank's sums.
+
+    Attributes:
+        correct, total: [K] labels hit and seen at each depth.
+        loss: sum of step losses (this rank's share of them).
+        steps, tokens: optimiser steps, and tokens of all ranks.
+        grad_norm: sum of the norms before clipping.
+        seconds: wall time of everything, of features (data and target), of the draft.
+    """
+
+    correct: Tensor
+    total: Tensor
+    loss: float = 0.0
+    steps: int = 0
+    tokens: int = 0
+    grad_norm: float = 0.0
+    seconds: dict[str, float] = field(default_factory=lambda: {"all": 0.0, "features": 0.0, "draft": 0.0})
+
+    @staticmethod
+    def empty(depths: int) -> Interval:
+        """Nothing summed yet."""
+        return Interval(torch.zeros(depths, dtype=torch.float64), torch.zeros(depths, dtype=torch.float64))
+
+    def end_step(self, tokens: int, grad_norm: float, seconds: float) -> None:
+        """Count an optimiser step."""
+        self.steps += 1
+        self.tokens += tokens
+        self.grad_norm += grad_norm
+        self.seconds["all"] += seconds
+
+    def record(self, accelerator: Accelerator) -> dict[str, Any]:
+        """The metrics of the interval, summed over ranks; every rank must call it."""
+        local = torch.cat([torch.tensor([self.loss], dtype=torch.float64), self.correct, self.total])
+        summed = sum_over_ranks(accelerator, local) if accelerator.num_processes > 1 else local
+        correct, total = summed[1:].chunk(2)
+        accuracy = [hit / seen if seen else None for hit, seen in zip(correct.tolist(), total.tolist(), strict=True)]
+        seconds = self.seconds["all"]
+        return {
+            "loss": float(summed[0]) / self.steps,
+            "accuracy": accuracy,
+            "grad_norm": self.grad_norm / self.steps,
+            "tokens": self.tokens,
+            "tokens_per_s": self.tokens / seconds if seconds else 0.0,
+            "seconds_per_step": seconds / self.steps,
+            "features_s": self.seconds["features"],
+            "draft_s": self.seconds["draft"],
+            "other_s": seconds - self.seconds["features"] - self.seconds["draft"],
+            "memory_mib": peak_memory_mib(accelerator.device),
+        }
+
+    def to_json(self) -> dict[str, Any]:
+        """For a checkpoint."""
+        return {
+            "correct": self.correct.tolist(),
+            "total": self.total.tolist(),
+            "loss": self.loss,
+            "steps": self.steps,
+            "tokens": self.tokens,
+            "grad_norm": self.grad_norm,
+            "seconds": self.seconds,
+        }
+
+    @staticmethod
+    def from_json(value: dict[str, Any], depths: int) -> Interval:
+        """Inverse of `to_json`; empty for an empty dict."""
+        if not value:
+            return Interval.empty(depths)
+        tensors = {key: torch.tensor(value[key], dtype=torch.float64) for key in ("correct", "total")}
+        return Interval(**{**value, **tensors})

@@ -1,0 +1,66 @@
+"""The line a user watches: loss, accuracy by depth, tokens/s, time left."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+
+class ProgressLine:
+    """A live line on a terminal, plain lines elsewhere.
+
+    Args:
+        console: where to write.
+        total_steps: steps of the whole run.
+        step: steps done already.
+    """
+
+    def __init__(self, console: Console, total_steps: int, step: int = 0) -> None:
+        self.console = console
+        self.total_steps = total_steps
+        self._progress: Progress | None = None
+        if console.is_terminal:
+            self._progress = Progress(
+                TextColumn("[bold]training"),
+                BarColumn(bar_width=24),
+                MofNCompleteColumn(),
+                TextColumn("{task.fields[text]}"),
+                TimeElapsedColumn(),
+                console=console,
+            )
+            self._task = self._progress.add_task("training", total=total_steps, completed=step, text="")
+            self._progress.start()
+
+    def on_record(self, record: dict[str, Any]) -> None:
+        """Show a record of the metrics log."""
+        if record["kind"] == "train":
+            text = describe(record, self.total_steps)
+            if self._progress is None:
+                self.console.print(f"step {record['step']}/{self.total_steps}  {text}", highlight=False)
+            else:
+                self._progress.update(self._task, completed=record["step"], text=text)
+        elif record["kind"] == "eval":
+            alpha = " ".join(f"{value:.2f}" for value in record["alpha"])
+            self.console.print(
+                f"step {record['step']}  acceptance length {record['tau']:.3f} at k={record['k']}"
+                f" (by depth {alpha}){'  best so far' if record['best'] else ''}",
+                highlight=False,
+            )
+
+    def close(self) -> None:
+        """Leave the terminal as it was."""
+        if self._progress is not None:
+            self._progress.stop()
+
+
+def describe(record: dict[str, Any], total_steps: int) -> str:
+    """The text of a training record."""
+    accuracy = " ".join(f"{value:.3f}" if value is not None else "-" for value in record["accuracy"])
+    left = (total_steps - record["step"]) * record["seconds_per_step"]
+    return (
+        f"loss {record['loss']:.4f}  acc {accuracy}  {record['tokens_per_s']:,.0f} tok/s"
+        f"  ETA {timedelta(seconds=round(left))}"
+    )

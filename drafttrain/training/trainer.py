@@ -1,0 +1,332 @@
+"""The training loop. It knows no draft family, no feature source and no model: it is handed them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from torch import Tensor
+
+from drafttrain.corpus.types import Sample
+from drafttrain.drafters.base import Drafter
+from drafttrain.errors import DataError, UserError
+from drafttrain.features.layout import lay_out
+from drafttrain.features.sources import FeatureSource
+from drafttrain.losses.objective import Objective
+from drafttrain.modeling.head import Head
+from drafttrain.recipe.training_config import TrainingConfig
+from drafttrain.training.callbacks import Listener, MeasureAcceptance
+from drafttrain.training.checkpoint import (
+    TrainState,
+    load_checkpoint,
+    newest_whole,
+    save_checkpoint,
+    set_aside,
+)
+from drafttrain.training.distributed import from_main, sum_over_ranks
+from drafttrain.training.interval import Interval
+from drafttrain.training.schedule import learning_rate
+from drafttrain.training.signals import StopRequest
+from drafttrain.training.step import TrainStep
+from drafttrain.training.windows import DataOrder, Row, Window
+
+Resume = Literal["auto", "never"] | Path
+
+
+class NonFiniteError(UserError):
+    """Loss or gradient is NaN or infinite; the message names the step and the samples."""
+
+
+@dataclass
+class TrainParts:
+    """What a run trains with.
+
+    Attributes:
+        drafter: bound to the target, on any device.
+        objective: weighted terms.
+        source: gives batches with features.
+        samples: training set.
+        target_head: frozen.
+    """
+
+    drafter: Drafter
+    objective: Objective
+    source: FeatureSource
+    samples: Sequence[Sample]
+    target_head: Head
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """How a run ended.
+
+    Attributes:
+        state: the last training state.
+        finished: False when a signal stopped the run; it was saved and can be resumed.
+    """
+
+    state: TrainState
+    finished: bool
+
+
+class Trainer:
+    """Trains a draft; resumable at any step.
+
+    Args:
+        accelerator: of `make_accelerator`.
+        config: optimisation.
+        parts: what is trained, and on what.
+        folder: `checkpoints/` is kept here.
+        seed: order of samples and noise.
+        fingerprint: JSON values that a checkpoint must share to be resumed (data, target, draft).
+        warn: shows a warning.
+    """
+
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        config: TrainingConfig,
+        parts: TrainParts,
+        folder: Path,
+        *,
+        seed: int,
+        fingerprint: dict[str, Any],
+        warn: Callable[[str], None] = lambda message: None,
+    ) -> None:
+        self.accelerator, self.config, self.seed, self.warn = accelerator, config, seed, warn
+        self.checkpoints = folder / "checkpoints"
+        self.device = accelerator.device
+        self.drafter = parts.drafter.to(self.device)
+        self.source = parts.source
+        self.objective = parts.objective
+        self.ranks, self.rank = accelerator.num_processes, accelerator.process_index
+        self.order = DataOrder(
+            parts.samples,
+            row_length=config.row_length,
+            packing=config.packing,
+            window_rows=config.batch_rows * config.accumulation * self.ranks,
+            seed=seed,
+        )
+        self.fingerprint = {
+            **fingerprint,
+            "seed": seed,
+            "packing": config.packing,
+            "row_length": config.row_length,
+            "samples": len(parts.samples),
+        }
+        self.total_steps = config.max_steps or self.order.steps_in(config.epochs or 0.0)
+        self.depths = parts.drafter.max_depth
+        dtype = torch.bfloat16 if config.precision == "bf16" else torch.float32
+        vocab_map = self.drafter.vocab_map.to(self.device)
+        step = TrainStep(self.drafter, parts.objective, parts.target_head, vocab_map, dtype)
+        self.optimizer = make_optimizer(self.drafter, config, self.device)
+        self.model = accelerator.prepare_model(step)
+        self.state = TrainState()
+        self._interval = Interval.empty(self.depths)
+
+    def restore(self, resume: Resume) -> None:
+        """Find the checkpoint to go on from and load it on every rank. "never" sets an earlier run aside."""
+        main = self.accelerator.is_main_process
+        if resume == "never":
+            path = None
+            if main:
+                set_aside(self.checkpoints)
+        elif resume == "auto":
+            path = from_main(newest_whole(self.checkpoints, self.warn) if main else None)
+        else:
+            path = resume
+        self.accelerator.wait_for_everyone()
+        if path is not None:
+            self.state = load_checkpoint(path, self.drafter, self.optimizer, self.fingerprint)
+            self._interval = Interval.from_json(self.state.interval, self.depths)
+
+    def fit(
+        self,
+        listeners: Sequence[Listener] = (),
+        *,
+        measure: MeasureAcceptance | None = None,
+        measure_every: int | None = None,
+        on_best: Callable[[], None] = lambda: None,
+    ) -> TrainResult:
+        """Train to the end, or until SIGTERM or SIGINT.
+
+        Args:
+            listeners: get the records, on the main rank.
+            measure: acceptance of the draft as it stands, called on the main rank.
+            measure_every: steps between measurements, beside the one at the end; None measures at the end alone.
+            on_best: called on the main rank when a measurement is the best so far.
+
+        Raises:
+            NonFiniteError: NaN or infinity in loss or gradient; the draft is as it was before that step.
+            DataError: no supervised label in a whole step.
+        """
+        finished = True
+        with StopRequest() as stop:
+            try:
+                windows = self.order.windows(self.state.epoch, self.state.row)
+                while self.state.step < self.total_steps:
+                    if not self._train_window(next(windows), listeners, stop):
+                        finished = False
+                        break
+                    done = self.state.step
+                    last = done == self.total_steps
+                    if measure is not None and (last or (measure_every is not None and done % measure_every == 0)):
+                        self._measure(measure, listeners, on_best)
+                    if last or (self.config.save_every is not None and done % self.config.save_every == 0):
+                        self._save()
+                if not finished:
+                    self._save()
+            finally:
+                for listener in listeners:
+                    listener.close()
+        return TrainResult(self.state, finished)
+
+    def _train_window(self, window: Window, listeners: Sequence[Listener], stop: StopRequest) -> bool:
+        """One optimiser step; False, with nothing done, when some rank was asked to stop."""
+        began = time.perf_counter()
+        micro = window.micro_batches(self.rank, self.ranks, self.config.batch_rows)
+        counts, asked_to_stop = self._agree(micro, stop)
+        if asked_to_stop:
+            return False
+        if not bool(counts[0] > 0):
+            raise DataError(
+                f"no token of step {self.state.step + 1} is supervised",
+                where=f"samples {_names(window.rows)}",
+                remedy="look at the loss mask with `drafttrain inspect`",
+            )
+        rate = learning_rate(self.state.step, self.total_steps, self.config)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        losses = [
+            self._micro_step(index, rows, counts, last=index == len(micro) - 1) for index, rows in enumerate(micro)
+        ]
+        norm = self._clip()
+        self._guard(norm, losses, micro)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        state = self.state
+        state.step += 1
+        state.epoch, state.row = window.epoch, window.first_row + len(window.rows)
+        tokens = sum(len(sample.ids) for row in window.rows for sample in row)
+        state.tokens += tokens
+        self._interval.end_step(tokens, float(norm), time.perf_counter() - began)
+        if state.step % self.config.log_every == 0 or state.step == self.total_steps:
+            self._log(rate, listeners)
+        return True
+
+    def _agree(self, micro: list[list[Row]], stop: StopRequest) -> tuple[Tensor, bool]:
+        """Labels a depth [K] in the whole window over all ranks, and whether a rank was told to stop."""
+        local = torch.zeros(self.depths + 1, dtype=torch.float64)
+        for rows in micro:
+            local[:-1] += self.objective.counts(lay_out(rows), self.depths).cpu()
+        local[-1] = float(stop.asked)
+        total = sum_over_ranks(self.accelerator, local) if self.ranks > 1 else local
+        return total[:-1], bool(total[-1] > 0)
+
+    def _micro_step(self, index: int, rows: list[Row], counts: Tensor, last: bool) -> float:
+        began = time.perf_counter()
+        batch = self.source.batch(rows, self.device)
+        featured = time.perf_counter()
+        seed = np.random.SeedSequence([self.seed, self.state.step, self.rank, index])
+        torch.manual_seed(int(seed.generate_state(1, np.uint64)[0] >> 1))
+        if last:
+            loss = self._backward(batch, counts)
+        else:
+            with self.accelerator.no_sync(self.model):
+                loss = self._backward(batch, counts)
+        self._interval.seconds["features"] += featured - began
+        self._interval.seconds["draft"] += time.perf_counter() - featured
+        return loss
+
+    def _backward(self, batch: Any, counts: Tensor) -> float:
+        output = self.model(batch, counts.to(self.device))
+        # DDP divides by the ranks; the counts are global already.
+        self.accelerator.backward(output.loss * self.ranks)
+        loss = float(output.loss.detach())
+        self._interval.loss += loss
+        self._interval.correct += output.correct.detach().cpu().double()
+        self._interval.total += output.total.detach().cpu().double()
+        return loss
+
+    def _clip(self) -> Tensor:
+        limit = self.config.clip_norm if self.config.clip_norm is not None else float("inf")
+        return torch.nn.utils.clip_grad_norm_(self.drafter.parameters(), limit)
+
+    def _guard(self, norm: Tensor, losses: list[float], micro: list[list[Row]]) -> None:
+        # DDP has summed the gradients, so a NaN on one rank shows in the norm of every rank.
+        if bool(torch.isfinite(norm)):
+            return
+        bad = [rows for rows, loss in zip(micro, losses, strict=True) if not np.isfinite(loss)]
+        rows = [row for group in bad or micro for row in group]
+        what = "loss" if bad else "gradient"
+        raise NonFiniteError(
+            f"the {what} is NaN or infinite at step {self.state.step + 1}",
+            where=f"rank {self.rank}, samples {_names(rows)}",
+            remedy="lower training.lr, or remove the samples named here; the last checkpoint is intact",
+        )
+
+    def _log(self, rate: float, listeners: Sequence[Listener]) -> None:
+        record = self._interval.record(self.accelerator)
+        self._interval = Interval.empty(self.depths)
+        if not self.accelerator.is_main_process:
+            return
+        record = {"kind": "train", "step": self.state.step, "epoch": self.state.epoch, "lr": rate, **record}
+        for listener in listeners:
+            listener.on_record(record)
+
+    def _measure(
+        self, measure: MeasureAcceptance, listeners: Sequence[Listener], on_best: Callable[[], None]
+    ) -> None:
+        if self.accelerator.is_main_process:
+            found = measure()
+            best = self.state.best_tau is None or found.tau > self.state.best_tau
+            if best:
+                self.state.best_tau, self.state.best_step = found.tau, self.state.step
+                on_best()
+            record = {
+                "kind": "eval",
+                "step": self.state.step,
+                "tau": found.tau,
+                "alpha": found.alpha,
+                "k": found.k,
+                "rounds": found.rounds,
+                "seconds": found.seconds,
+                "best": best,
+            }
+            for listener in listeners:
+                listener.on_record(record)
+        self.accelerator.wait_for_everyone()
+
+    def _save(self) -> None:
+        if self.accelerator.is_main_process:
+            self.state.interval = self._interval.to_json()
+            save_checkpoint(
+                self.checkpoints, self.state, self.drafter, self.optimizer, self.fingerprint, self.config.keep
+            )
+        self.accelerator.wait_for_everyone()
+
+
+def make_optimizer(drafter: Drafter, config: TrainingConfig, device: torch.device) -> torch.optim.AdamW:
+    """AdamW over the trainable parameters; decay on matrices only."""
+    trainable = [parameter for parameter in drafter.parameters() if parameter.requires_grad]
+    groups = [
+        {"params": [p for p in trainable if p.dim() >= 2], "weight_decay": config.weight_decay},
+        {"params": [p for p in trainable if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(
+        [group for group in groups if group["params"]],
+        lr=config.lr,
+        betas=config.betas,
+        fused=device.type in ("cpu", "cuda"),
+    )
+
+
+def _names(rows: Sequence[Row], limit: int = 8) -> str:
+    names = [sample.id for row in rows for sample in row]
+    return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")

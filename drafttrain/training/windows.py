@@ -1,0 +1,147 @@
+"""The order of training data: a pure function of (seed, epoch), cut into windows of one optimiser step each."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from drafttrain.corpus.types import Sample
+from drafttrain.errors import DataError
+
+Row = list[Sample]
+
+_BUCKET_WINDOWS = 16
+
+
+@dataclass(frozen=True)
+class Window:
+    """The rows of one optimiser step over all ranks.
+
+    Attributes:
+        epoch: from 0.
+        first_row: rows of the epoch that come before.
+        rows: between 1 and batch_rows * accumulation * ranks rows.
+    """
+
+    epoch: int
+    first_row: int
+    rows: list[Row]
+
+    def micro_batches(self, rank: int, ranks: int, batch_rows: int) -> list[list[Row]]:
+        """What one rank runs, longest rows first; every rank gets the same number of micro-batches.
+
+        Rows of similar length meet in a micro-batch. Where rows do not suffice (the end of an epoch), a rank gets a
+        copy without assistant spans: it keeps the ranks in step and adds nothing to loss or gradient.
+        """
+        ordered = sorted(self.rows, key=_tokens, reverse=True)
+        batches = []
+        for start in range(0, len(ordered), batch_rows * ranks):
+            chunk = ordered[start : start + batch_rows * ranks]
+            mine = chunk[rank::ranks]
+            batches.append(mine or [_unsupervised(chunk[-1])])
+        return batches
+
+
+def _tokens(row: Row) -> int:
+    return sum(len(sample.ids) for sample in row)
+
+
+def _unsupervised(row: Row) -> Row:
+    return [replace(sample, spans=[]) for sample in row]
+
+
+class DataOrder:
+    """Which rows each optimiser step sees.
+
+    Args:
+        samples: the training set.
+        row_length: tokens of a packed row; samples must not be longer.
+        packing: several samples a row; otherwise one.
+        window_rows: rows of one optimiser step over all ranks.
+        seed: with the epoch, decides the order.
+
+    Raises:
+        DataError: no samples, or one longer than a row.
+    """
+
+    def __init__(
+        self, samples: Sequence[Sample], *, row_length: int, packing: bool, window_rows: int, seed: int
+    ) -> None:
+        if not samples:
+            raise DataError("there are no training samples", remedy="look at the rejects, or give more prompts")
+        longest = max(samples, key=lambda sample: len(sample.ids))
+        if len(longest.ids) > row_length:
+            raise DataError(
+                f"has {len(longest.ids)} tokens, a row holds {row_length}",
+                where=f"sample {longest.id}",
+                remedy="raise training.row_length, or lower data.max_length to it",
+            )
+        self.samples = list(samples)
+        self.row_length = row_length
+        self.packing = packing
+        self.window_rows = window_rows
+        self.seed = seed
+
+    def epoch_rows(self, epoch: int) -> list[Row]:
+        """All rows of an epoch, in the order in which they are trained on; each sample stands in exactly one."""
+        rng = np.random.default_rng([self.seed, epoch])
+        shuffled = [self.samples[index] for index in rng.permutation(len(self.samples))]
+        rows = first_fit(shuffled, self.row_length) if self.packing else [[sample] for sample in shuffled]
+        if self.packing:
+            return rows
+        return self._bucketed(rows, rng)
+
+    def _bucketed(self, rows: list[Row], rng: np.random.Generator) -> list[Row]:
+        """Rows of similar length side by side, within stretches short enough to leave the order random."""
+        stretch = self.window_rows * _BUCKET_WINDOWS
+        windows: list[list[Row]] = []
+        for start in range(0, len(rows), stretch):
+            part = sorted(rows[start : start + stretch], key=_tokens)
+            windows += [part[i : i + self.window_rows] for i in range(0, len(part), self.window_rows)]
+        # A short window stays last, so that windows of an epoch begin at multiples of window_rows.
+        whole = [window for window in windows if len(window) == self.window_rows]
+        short = [window for window in windows if len(window) < self.window_rows]
+        return [row for index in rng.permutation(len(whole)) for row in whole[index]] + [r for w in short for r in w]
+
+    def steps_in(self, epochs: float) -> int:
+        """Optimiser steps of `epochs` passes; a fraction of an epoch is rounded up to a step."""
+        whole = int(epochs)
+        steps = sum(math.ceil(len(self.epoch_rows(epoch)) / self.window_rows) for epoch in range(whole))
+        if epochs > whole:
+            last = math.ceil(len(self.epoch_rows(whole)) / self.window_rows)
+            steps += math.ceil((epochs - whole) * last)
+        return steps
+
+    def windows(self, epoch: int = 0, row: int = 0) -> Iterator[Window]:
+        """Windows without end, from `row` rows into `epoch`."""
+        while True:
+            rows = self.epoch_rows(epoch)
+            while row < len(rows):
+                window = rows[row : row + self.window_rows]
+                yield Window(epoch, row, window)
+                row += len(window)
+            epoch, row = epoch + 1, 0
+
+
+def first_fit(samples: Sequence[Sample], row_length: int, open_rows: int = 64) -> list[Row]:
+    """Pack samples into rows of at most `row_length` tokens: the first of the open rows with room takes the next.
+
+    Rows come in the order in which they were opened. Only the `open_rows` latest stay open, which keeps the cost linear.
+    """
+    rows: list[Row] = []
+    room: list[int] = []
+    oldest = 0
+    for sample in samples:
+        size = len(sample.ids)
+        oldest = max(oldest, len(rows) - open_rows)
+        fits = next((i for i in range(oldest, len(rows)) if room[i] >= size), None)
+        if fits is None:
+            rows.append([sample])
+            room.append(row_length - size)
+        else:
+            rows[fits].append(sample)
+            room[fits] -= size
+    return rows
