@@ -10,11 +10,7 @@ from pydantic import AfterValidator, Field
 
 from drafttrain.bench.prompts import EvalPrompt, PromptFormat, load_prompts, select
 from drafttrain.config import Config
-from drafttrain.errors import RecipeError, UserError
-from drafttrain.files import find_resource
-from drafttrain.recipe.problems import InvalidRecipe
-from drafttrain.recipe.validate import validate
-from drafttrain.recipe.yaml_source import apply_overrides, parse_yaml
+from drafttrain.recipe.load import load_config
 
 DraftName = Literal["run", "ngram", "oracle"]
 
@@ -84,19 +80,6 @@ def load_suite(path: str | Path, overrides: Sequence[str] = ()) -> SuiteConfig:
     """Read a suite from YAML with `key=value` overrides.
 
     Raises:
-        RecipeError: no such file, or everything that is wrong in it and in the overrides at once.
+        UserError: no such file, or everything that is wrong in it and in the overrides at once.
     """
-    try:
-        file = find_resource(path)
-        text = file.read_text(encoding="utf-8")
-    except UserError as error:
-        raise RecipeError(error.what, where=error.where, remedy=error.remedy) from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise RecipeError(f"cannot be read: {error}", where=path) from None
-    source = parse_yaml(text, str(file))
-    apply_overrides(source, overrides)
-    result = validate(SuiteConfig, source)
-    problems = source.problems + result.problems
-    if problems:
-        raise InvalidRecipe(problems, file)
-    return SuiteConfig(**result.sections)
+    return load_config(SuiteConfig, path, overrides)

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from drafttrain.bench.suite import load_suite
-from drafttrain.errors import DataError, RecipeError
+from drafttrain.errors import DataError, RecipeError, UserError
 
 
 def write(folder: Path, text: str) -> Path:
@@ -54,7 +54,7 @@ def test_a_setting_listed_twice_is_refused(tmp_path: Path) -> None:
 
 
 def test_missing_files_are_named(tmp_path: Path) -> None:
-    with pytest.raises(RecipeError, match=r"nowhere\.yaml"):
+    with pytest.raises(UserError, match=r"nowhere\.yaml"):
         load_suite(tmp_path / "nowhere.yaml")
     suite = load_suite(write(tmp_path, "name: x\nprompts: nowhere.jsonl\n"))
     with pytest.raises(DataError, match=r"nowhere\.jsonl"):

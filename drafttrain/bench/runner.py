@@ -1,0 +1,344 @@
+"""Runs a suite: every draft and the engine without one, over the same prompts, in turns.
+
+All drafts of a setting see identical prompts: the history of a conversation is made of the *baseline's*
+answers, so one token that differs in the first turn does not turn the second into another question.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from drafttrain.bench.divergence import AnswerPair, exact_match, top2_gap
+from drafttrain.bench.metrics import acceptance, by_category
+from drafttrain.bench.prompts import EvalPrompt, select
+from drafttrain.bench.result import BASELINE, AnswerText, DraftResult, Setting
+from drafttrain.bench.speed import speed, time_split
+from drafttrain.bench.suite import SuiteConfig
+from drafttrain.bench.tokens import token_texts
+from drafttrain.corpus.chat import ChatRenderer
+from drafttrain.corpus.types import Message
+from drafttrain.engine.engine import Engine
+from drafttrain.engine.proposers.base import Proposer
+from drafttrain.engine.records import Completion, Request, RoundRecord
+from drafttrain.engine.sampling import SamplingParams
+from drafttrain.errors import DataError
+from drafttrain.targets.model import TargetModel
+
+Progress = Callable[[str, int, int], None]
+"""Called with (what is running, conversations done, conversations in all) of a setting."""
+
+# Room for the template's own tokens around a turn when the length of a later turn has to be guessed.
+_TEMPLATE_TOKENS = 64
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A draft to measure.
+
+    Attributes:
+        name, family: as reports show them.
+        proposer: what the engine drafts with.
+        learn: called with the baseline's completions before the contender answers the same requests (the
+            oracle).
+    """
+
+    name: str
+    family: str
+    proposer: Proposer
+    learn: Callable[[Sequence[Completion]], None] | None = None
+
+
+@dataclass
+class _Log:
+    """What one engine did in one setting."""
+
+    records: list[RoundRecord] = field(default_factory=list)
+    answers: dict[tuple[str, int, int], Completion] = field(default_factory=dict)
+    """By (request, turn, repeat)."""
+    prefill_s: float = 0.0
+    decode_s: float = 0.0
+
+    @property
+    def tokens(self) -> int:
+        return sum(len(answer.tokens) for answer in self.answers.values())
+
+    @property
+    def end_to_end_tps(self) -> float | None:
+        seconds = self.prefill_s + self.decode_s
+        return self.tokens / seconds if seconds > 0 else None
+
+
+@dataclass
+class SuiteRun:
+    """All that `run_suite` measured; `records` by setting and draft, for whoever wants to derive more."""
+
+    drafts: list[DraftResult] = field(default_factory=list)
+    texts: list[AnswerText] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    records: dict[tuple[Setting, str], list[RoundRecord]] = field(default_factory=dict)
+
+
+def run_suite(
+    target: TargetModel,
+    suite: SuiteConfig,
+    prompts: Sequence[EvalPrompt],
+    contenders: Sequence[Contender],
+    progress: Progress | None = None,
+) -> SuiteRun:
+    """Measure `contenders` and the baseline in every setting of the suite.
+
+    Raises:
+        DataError: a prompt leaves no room for an answer in the target's context, or names are not unique.
+    """
+    names = [BASELINE, *(contender.name for contender in contenders)]
+    if len(set(names)) != len(names):
+        raise DataError(f"drafts need names of their own, got {', '.join(names[1:])}")
+    renderer = ChatRenderer(target.tokenizer)
+    _check_room(target, renderer, prompts)
+    run = SuiteRun()
+    shown: Setting | None = None
+    for setting in settings(suite):
+        measured = _Measurement(target, suite, renderer, prompts, contenders, setting, run.notes)
+        logs = measured.run(progress)
+        run.drafts += measured.summary()
+        run.records |= {(setting, name): log.records for name, log in logs.items()}
+        if shown is None and (setting.temperature == 0 or 0 not in suite.temperatures):
+            shown = setting
+            run.texts = measured.texts()
+    return run
+
+
+def settings(suite: SuiteConfig) -> list[Setting]:
+    """Every combination, temperatures outermost: greedy results come first where they are asked for first."""
+    return [
+        Setting(k, temperature, batch)
+        for temperature in suite.temperatures
+        for batch in suite.batch
+        for k in suite.k
+    ]
+
+
+def rotated(names: Sequence[str], by: int, learners: frozenset[str]) -> list[str]:
+    """Whose turn it is: another one starts each time; learners follow the baseline, from which they learn."""
+    shift = by % len(names)
+    order = [*names[shift:], *names[:shift]]
+    return [n for n in order if n not in learners] + [n for n in order if n in learners]
+
+
+class _Measurement:
+    """One setting."""
+
+    def __init__(
+        self,
+        target: TargetModel,
+        suite: SuiteConfig,
+        renderer: ChatRenderer,
+        prompts: Sequence[EvalPrompt],
+        contenders: Sequence[Contender],
+        setting: Setting,
+        notes: list[str],
+    ) -> None:
+        self.target, self.suite, self.renderer, self.setting = target, suite, renderer, setting
+        self.prompts, self.contenders, self.notes = prompts, contenders, notes
+        self.families = {BASELINE: "", **{c.name: c.family for c in contenders}}
+        length = _longest(target, suite, renderer, prompts)
+        proposers: dict[str, Proposer | None] = {BASELINE: None, **{c.name: c.proposer for c in contenders}}
+        self.engines = {
+            name: Engine(target, proposer, k=setting.k, max_batch=setting.batch, max_length=length)
+            for name, proposer in proposers.items()
+        }
+        self.learn = {c.name: c.learn for c in contenders if c.learn is not None}
+        self.logs = {name: _Log() for name in self.engines}
+        self.prompt_ids: dict[tuple[str, int], list[int]] = {}
+
+    def run(self, progress: Progress | None) -> dict[str, _Log]:
+        suite = self.suite
+        if suite.warmup:
+            self._chunk(self.prompts[: suite.warmup], 0, 0, None)
+            self.logs = {name: _Log() for name in self.engines}
+        total = len(self.prompts) * suite.repeats
+        done = 0
+        for repeat in range(suite.repeats):
+            for number, start in enumerate(range(0, len(self.prompts), suite.chunk)):
+                chunk = self.prompts[start : start + suite.chunk]
+
+                def tell(name: str, done: int = done) -> None:
+                    if progress is not None:
+                        progress(f"{self.setting}: {name}", done, total)
+
+                self._chunk(chunk, repeat, number, tell)
+                done += len(chunk)
+        if progress is not None:
+            progress(str(self.setting), total, total)
+        return self.logs
+
+    def _chunk(
+        self, chunk: Sequence[EvalPrompt], repeat: int, number: int, tell: Callable[[str], None] | None
+    ) -> None:
+        """All turns of some conversations, by every engine."""
+        histories: dict[str, list[Message]] = {prompt.id: [] for prompt in chunk}
+        order = rotated(list(self.engines), number + repeat, frozenset(self.learn))
+        for turn in range(max(len(prompt.turns) for prompt in chunk)):
+            requests = list(self._requests(chunk, histories, turn, repeat))
+            if not requests:
+                return
+            plain: list[Completion] = []
+            for name in order:
+                if tell is not None:
+                    tell(name)
+                if name in self.learn:
+                    self.learn[name](plain)
+                answers = self._answer(name, requests, repeat)
+                if name == BASELINE:
+                    plain = answers
+            for answer in plain:
+                text, _ = self.renderer.answer_text(answer.tokens, self.suite.max_new_tokens)
+                histories[answer.id].append({"role": "assistant", "content": text})
+
+    def _requests(
+        self, chunk: Sequence[EvalPrompt], histories: dict[str, list[Message]], turn: int, repeat: int
+    ) -> Iterator[Request]:
+        suite = self.suite
+        sampling = SamplingParams(
+            temperature=self.setting.temperature,
+            top_p=suite.top_p,
+            top_k=suite.top_k,
+            # A request's random stream comes from its id and the seed; turns and repeats share the id.
+            seed=suite.seed + 1_000 * turn + 1_000_000 * repeat,
+        )
+        for prompt in chunk:
+            history = histories.get(prompt.id)
+            if history is None or turn >= len(prompt.turns):
+                continue
+            history.append({"role": "user", "content": prompt.turns[turn]})
+            ids = self.renderer.prompt_ids(history)
+            if len(ids) >= self.engines[BASELINE].max_length:
+                note = f"{prompt.id}: from turn {turn + 1} on it does not fit the context and was left out"
+                if note not in self.notes:
+                    self.notes.append(note)
+                del histories[prompt.id]
+                continue
+            self.prompt_ids[prompt.id, turn] = ids
+            yield Request(
+                id=prompt.id,
+                prompt_ids=ids,
+                max_new_tokens=suite.max_new_tokens,
+                sampling=sampling,
+                stop_ids=self.target.stop_ids,
+                turn=turn,
+            )
+
+    def _answer(self, name: str, requests: Sequence[Request], repeat: int) -> list[Completion]:
+        engine, log = self.engines[name], self.logs[name]
+        engine.reset()
+        answers = engine.generate(requests)
+        log.records += engine.records
+        log.prefill_s += engine.prefill_s
+        log.decode_s += engine.decode_s
+        log.answers |= {(answer.id, answer.turn, repeat): answer for answer in answers}
+        return answers
+
+    def summary(self) -> list[DraftResult]:
+        """Metrics of every engine, the baseline first."""
+        suite = self.suite
+        categories = {prompt.id: prompt.category for prompt in self.prompts}
+        plain = self.logs[BASELINE]
+        results = []
+        for name, log in self.logs.items():
+            is_draft = name != BASELINE
+            measured = speed(
+                log.records,
+                plain.records,
+                end_to_end_tps=log.end_to_end_tps,
+                baseline_end_to_end_tps=plain.end_to_end_tps,
+                samples=suite.bootstrap,
+                seed=suite.seed,
+            )
+            if is_draft and measured is not None and measured.flag is not None:
+                self.notes.append(f"{name} at {self.setting}: {measured.flag}")
+            results.append(
+                DraftResult(
+                    draft=name,
+                    family=self.families[name],
+                    setting=self.setting,
+                    requests=len({request for request, _, _ in log.answers}),
+                    answers=len({(request, turn) for request, turn, _ in log.answers}),
+                    tokens=log.tokens,
+                    acceptance=acceptance(log.records, samples=suite.bootstrap, seed=suite.seed),
+                    categories={
+                        category: acceptance(rows, samples=suite.bootstrap, seed=suite.seed)
+                        for category, rows in by_category(log.records, categories).items()
+                    },
+                    split=time_split(log.records),
+                    speed=measured if is_draft else None,
+                    exact=exact_match(self._pairs(log), lambda ids: top2_gap(self.target, ids))
+                    if is_draft and self.setting.temperature == 0
+                    else None,
+                    prefill_s=log.prefill_s,
+                    decode_s=log.decode_s,
+                )
+            )
+        return results
+
+    def _pairs(self, log: _Log) -> Iterator[AnswerPair]:
+        plain = self.logs[BASELINE].answers
+        for (request, turn, repeat), answer in log.answers.items():
+            yield AnswerPair(
+                request=request,
+                turn=turn,
+                prompt_ids=self.prompt_ids[request, turn],
+                tokens=answer.tokens,
+                baseline=plain[request, turn, repeat].tokens,
+            )
+
+    def texts(self) -> list[AnswerText]:
+        """Answers to a few prompts of each category. The oracle's are the baseline's, so they are left out."""
+        chosen = select(list(self.prompts), self.suite.texts) if self.suite.texts else []
+        names = [c.name for c in self.contenders if c.learn is None] or [c.name for c in self.contenders]
+        texts = []
+        for prompt in chosen:
+            for turn, question in enumerate(prompt.turns):
+                for name in names:
+                    answer = self.logs[name].answers.get((prompt.id, turn, 0))
+                    if answer is None:
+                        continue
+                    pieces = token_texts(self.target.tokenizer, answer.tokens)
+                    texts.append(
+                        AnswerText(
+                            draft=name,
+                            request=prompt.id,
+                            category=prompt.category,
+                            turn=turn,
+                            prompt=question,
+                            pieces=list(zip(pieces, answer.writers, strict=True)),
+                            reason=answer.reason,
+                        )
+                    )
+        return texts
+
+
+def _longest(
+    target: TargetModel, suite: SuiteConfig, renderer: ChatRenderer, prompts: Sequence[EvalPrompt]
+) -> int:
+    """Tokens that the longest conversation may take, at most the target's context."""
+    longest = 0
+    for prompt in prompts:
+        first = len(renderer.prompt_ids([{"role": "user", "content": prompt.turns[0]}]))
+        later = sum(
+            len(renderer.encode(turn)) + _TEMPLATE_TOKENS + suite.max_new_tokens for turn in prompt.turns[1:]
+        )
+        longest = max(longest, first + later + suite.max_new_tokens)
+    return min(longest, target.context)
+
+
+def _check_room(target: TargetModel, renderer: ChatRenderer, prompts: Sequence[EvalPrompt]) -> None:
+    if not prompts:
+        raise DataError("the suite has no prompts", remedy="raise `limit` or give another prompt file")
+    for prompt in prompts:
+        length = len(renderer.prompt_ids([{"role": "user", "content": prompt.turns[0]}]))
+        if length >= target.context:
+            raise DataError(
+                f"prompt {prompt.id} has {length} tokens, the target's context {target.context}",
+                remedy="take the prompt out of the set or use a target with a longer context",
+            )
