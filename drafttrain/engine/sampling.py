@@ -11,7 +11,7 @@ from torch import Tensor
 
 from drafttrain.errors import EngineError
 
-_TOP_P_WIDTH = 1024
+_TOP_P_WIDTH = 512
 
 
 @dataclass(frozen=True)
@@ -98,17 +98,28 @@ def _keep_top_k(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
 
 
 def _keep_top_p(probs: Tensor, top_p: Tensor) -> Tensor:
-    # A full sort of a 50k vocabulary costs more than a small model's forward: the head of the distribution nearly
-    # always holds the mass, and only when it does not is everything sorted.
-    width = min(_TOP_P_WIDTH, probs.shape[-1])
-    ordered, order = probs.topk(width, -1)
-    total = ordered.sum(-1, keepdim=True)
-    if width < probs.shape[-1] and bool(((total < top_p) & (top_p < 1)).any()):
-        ordered, order = probs.sort(-1, descending=True)
+    flat = probs.reshape(-1, probs.shape[-1])
+    limit = top_p.expand(*probs.shape[:-1], 1).reshape(-1, 1)
+    # A full sort of a 50k vocabulary costs more than a small model's forward. The head of a distribution nearly
+    # always holds the mass; only rows where it does not are sorted to the end.
+    width = min(_TOP_P_WIDTH, flat.shape[1])
+    out = torch.where(limit < 1, 0.0, flat)
+    short = (limit < 1)[:, 0]
+    if width < flat.shape[1]:
+        ordered, order = flat.topk(width, -1)
+        enough = short & (ordered.sum(-1) >= limit[:, 0])
+        out[enough] = _cut(out[enough], ordered[enough], order[enough], limit[enough])
+        short = short & ~enough
+    if bool(short.any()):
+        ordered, order = flat[short].sort(-1, descending=True)
+        out[short] = _cut(out[short], ordered, order, limit[short])
+    return out.view_as(probs)
+
+
+def _cut(out: Tensor, ordered: Tensor, order: Tensor, limit: Tensor) -> Tensor:
     # The token that crosses the threshold stays, so at least one always does.
-    kept = ordered.masked_fill(ordered.cumsum(-1) - ordered >= top_p, 0.0)
-    cut = torch.zeros_like(probs).scatter_(-1, order, kept / kept.sum(-1, keepdim=True))
-    return torch.where(top_p < 1, cut, probs)
+    kept = ordered.masked_fill(ordered.cumsum(-1) - ordered >= limit, 0.0)
+    return out.scatter(-1, order, kept / kept.sum(-1, keepdim=True))
 
 
 def draw(weights: Tensor, uniform: Tensor) -> Tensor:
