@@ -202,7 +202,9 @@ class StoreReader:
         entry = self._entries.get(sample.id)
         if entry is None:
             raise StoreError(
-                f"sample {sample.id} is not in the store", where=self.path, remedy="train again to add what is missing"
+                f"sample {sample.id} is not in the store",
+                where=self.path,
+                remedy="train again to add what is missing",
             )
         rows = slice(entry.start, entry.start + entry.tokens)
         ids = torch.as_tensor(np.asarray(sample.ids, dtype=np.int32))
@@ -243,24 +245,31 @@ class StoreWriter:
         self._shard_tokens = max(1, shard_bytes // identity.bytes_per_token)
         self._pending: list[tuple[Sample, Tensor, Tensor]] = []
         self._pending_tokens = 0
-        if (self.path / "manifest.json").exists():
+        known = (self.path / "manifest.json").exists()
+        if known:
             require_same(self.path, identity)
         elif self.path.exists() and any(self.path.iterdir()):
             raise StoreError(
-                "the folder is no feature store and not empty", where=self.path, remedy="give features.path another folder"
+                "the folder is no feature store and not empty",
+                where=self.path,
+                remedy="give features.path another folder",
             )
-        self._drop_damaged_shards()
-        self._write_manifest(complete=False)
+        # A complete store stays complete until something is added to it.
+        if self._drop_damaged_shards() or not known:
+            self._write_manifest(complete=False)
 
-    def _drop_damaged_shards(self) -> None:
+    def _drop_damaged_shards(self) -> bool:
+        dropped = False
         for folder in _shard_folders(self.path):
             try:
                 _check_shard(folder, "size")
             except StoreError:
                 # Writing again is what this object is for; reading alone never removes anything.
                 shutil.rmtree(folder)
+                dropped = True
         for left_over in (self.path / "shards").glob(".*.part"):
             shutil.rmtree(left_over, ignore_errors=True)
+        return dropped
 
     def missing(self, samples: Iterable[Sample]) -> list[Sample]:
         """Those not yet in the store.
@@ -312,6 +321,7 @@ class StoreWriter:
             return
         folder = self.path / "shards" / f"{_next_shard(self.path):06d}"
         try:
+            self._write_manifest(complete=False)
             with atomic_folder(folder) as partial:
                 self._write_shard(partial)
         except OSError as error:
@@ -323,12 +333,13 @@ class StoreWriter:
                 remedy="free some space and run the same command again, it goes on with this shard",
             ) from error
         self._pending, self._pending_tokens = [], 0
-        self._write_manifest(complete=False)
 
     def _write_shard(self, folder: Path) -> None:
         columns = {
             "features.bin": torch.cat([row for _, row, _ in self._pending]).contiguous().view(torch.uint8),
-            "ids.bin": torch.cat([torch.as_tensor(np.asarray(s.ids, dtype=np.int32)) for s, _, _ in self._pending]),
+            "ids.bin": torch.cat(
+                [torch.as_tensor(np.asarray(s.ids, dtype=np.int32)) for s, _, _ in self._pending]
+            ),
             "top1.bin": torch.cat([top1 for _, _, top1 in self._pending]),
         }
         documents, start = [], 0

@@ -63,7 +63,13 @@ class WandbTracker:
             ) from None
         mode: Any = config.wandb
         self._run = wandb.init(
-            project=config.project, name=name, dir=str(folder), mode=mode, config=recipe, resume="allow", id=name
+            project=config.project,
+            name=name,
+            dir=str(folder),
+            mode=mode,
+            config=recipe,
+            resume="allow",
+            id=name,
         )
 
     def on_record(self, record: dict[str, Any]) -> None:

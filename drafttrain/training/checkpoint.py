@@ -74,7 +74,9 @@ def save_checkpoint(
         shutil.rmtree(left_over, ignore_errors=True)
     weights = _contiguous(model.state_dict())
     moments = _contiguous(optimizer_tensors(model, optimizer))
-    require_free_space(folder, sum(t.nbytes for part in (weights, moments) for t in part.values()) + (16 << 20))
+    require_free_space(
+        folder, sum(t.nbytes for part in (weights, moments) for t in part.values()) + (16 << 20)
+    )
     if final.exists():
         # Only a damaged folder of the same step can stand here: resuming found it unusable.
         shutil.rmtree(final)
@@ -150,7 +152,11 @@ def check_whole(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"the checkpoint has schema {schema}, this version reads {SCHEMA}", where=path)
     for name, expected in files.items():
         file = path / name
-        if not file.exists() or file.stat().st_size != expected["bytes"] or sha256_file(file) != expected["sha256"]:
+        if (
+            not file.exists()
+            or file.stat().st_size != expected["bytes"]
+            or sha256_file(file) != expected["sha256"]
+        ):
             raise CheckpointError(f"{path.name}/{name} is missing, truncated or damaged", where=path)
     return meta
 
@@ -213,4 +219,3 @@ def set_aside(folder: Path) -> Path | None:
     while (aside := folder.with_name(f"{folder.name}.{number}")).exists():
         number += 1
     return folder.rename(aside)
-

@@ -50,7 +50,9 @@ class Interval:
         local = torch.cat([torch.tensor([self.loss], dtype=torch.float64), self.correct, self.total])
         summed = sum_over_ranks(accelerator, local) if accelerator.num_processes > 1 else local
         correct, total = summed[1:].chunk(2)
-        accuracy = [hit / seen if seen else None for hit, seen in zip(correct.tolist(), total.tolist(), strict=True)]
+        accuracy = [
+            hit / seen if seen else None for hit, seen in zip(correct.tolist(), total.tolist(), strict=True)
+        ]
         seconds = self.seconds["all"]
         return {
             "loss": float(summed[0]) / self.steps,

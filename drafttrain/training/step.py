@@ -23,7 +23,12 @@ class TrainStep(nn.Module):
     """
 
     def __init__(
-        self, drafter: Drafter, objective: Objective, target_head: Head, vocab_map: VocabMap, dtype: torch.dtype
+        self,
+        drafter: Drafter,
+        objective: Objective,
+        target_head: Head,
+        vocab_map: VocabMap,
+        dtype: torch.dtype,
     ) -> None:
         super().__init__()
         self.drafter = drafter
@@ -39,5 +44,7 @@ class TrainStep(nn.Module):
         result = self.objective(outputs, batch, self.drafter.head, self._target_head, self._vocab_map, counts)
         if not bool(torch.as_tensor(result.total).gt(0).all()):
             # No label at some depth: parameters of that depth alone would get no gradient, and DDP would wait for it.
-            result.loss = result.loss + sum(0.0 * p.reshape(-1)[0] for p in self.parameters() if p.requires_grad)
+            result.loss = result.loss + sum(
+                0.0 * p.reshape(-1)[0] for p in self.parameters() if p.requires_grad
+            )
         return result

@@ -176,7 +176,9 @@ class Trainer:
                         break
                     done = self.state.step
                     last = done == self.total_steps
-                    if measure is not None and (last or (measure_every is not None and done % measure_every == 0)):
+                    if measure is not None and (
+                        last or (measure_every is not None and done % measure_every == 0)
+                    ):
                         self._measure(measure, listeners, on_best)
                     if last or (self.config.save_every is not None and done % self.config.save_every == 0):
                         self._save()
@@ -204,7 +206,8 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         losses = [
-            self._micro_step(index, rows, counts, last=index == len(micro) - 1) for index, rows in enumerate(micro)
+            self._micro_step(index, rows, counts, last=index == len(micro) - 1)
+            for index, rows in enumerate(micro)
         ]
         norm = self._clip()
         self._guard(norm, losses, micro)

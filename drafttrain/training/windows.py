@@ -71,7 +71,9 @@ class DataOrder:
         self, samples: Sequence[Sample], *, row_length: int, packing: bool, window_rows: int, seed: int
     ) -> None:
         if not samples:
-            raise DataError("there are no training samples", remedy="look at the rejects, or give more prompts")
+            raise DataError(
+                "there are no training samples", remedy="look at the rejects, or give more prompts"
+            )
         longest = max(samples, key=lambda sample: len(sample.ids))
         if len(longest.ids) > row_length:
             raise DataError(
@@ -104,7 +106,9 @@ class DataOrder:
         # A short window stays last, so that windows of an epoch begin at multiples of window_rows.
         whole = [window for window in windows if len(window) == self.window_rows]
         short = [window for window in windows if len(window) < self.window_rows]
-        return [row for index in rng.permutation(len(whole)) for row in whole[index]] + [r for w in short for r in w]
+        return [row for index in rng.permutation(len(whole)) for row in whole[index]] + [
+            r for w in short for r in w
+        ]
 
     def steps_in(self, epochs: float) -> int:
         """Optimiser steps of `epochs` passes; a fraction of an epoch is rounded up to a step."""
