@@ -1,0 +1,121 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from drafttrain.errors import CheckpointError
+from drafttrain.training.checkpoint import (
+    TrainState,
+    load_checkpoint,
+    newest_whole,
+    save_checkpoint,
+    set_aside,
+)
+
+FINGERPRINT = {"seed": 1, "data": "abc"}
+
+
+def model_and_optimizer(seed: int, size: int = 5) -> tuple[nn.Module, torch.optim.AdamW]:
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(4, size), nn.LayerNorm(size))
+    return model, torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
+
+
+def train(model: nn.Module, optimizer: torch.optim.AdamW, steps: int) -> list[float]:
+    losses = []
+    for step in range(steps):
+        torch.manual_seed(step)
+        loss = (model(torch.randn(8, 4)) - 1).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def save(folder: Path, step: int, keep: int = 2) -> tuple[nn.Module, torch.optim.AdamW]:
+    model, optimizer = model_and_optimizer(0)
+    train(model, optimizer, 3)
+    save_checkpoint(folder, TrainState(step=step, row=7), model, optimizer, FINGERPRINT, keep)
+    return model, optimizer
+
+
+def test_weights_moments_and_state_come_back_exactly(tmp_path: Path) -> None:
+    model, optimizer = save(tmp_path, 3)
+    other, other_optimizer = model_and_optimizer(1)
+    state = load_checkpoint(tmp_path / "step-00000003", other, other_optimizer, FINGERPRINT)
+    assert state == TrainState(step=3, row=7)
+    assert train(other, other_optimizer, 4) == train(model, optimizer, 4)
+
+
+def test_the_newest_whole_one_is_found(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        save(tmp_path, step, keep=9)
+    (tmp_path / ".step-00000009.xyz.part").mkdir()
+    (tmp_path / "step-00000004").mkdir()
+    damaged = tmp_path / "step-00000003/model.safetensors"
+    damaged.write_bytes(damaged.read_bytes()[:-1])
+    warnings: list[str] = []
+    assert newest_whole(tmp_path, warnings.append) == tmp_path / "step-00000002"
+    assert len(warnings) == 2 and "step-00000003/model.safetensors" in warnings[1]
+    flipped = tmp_path / "step-00000002/optimizer.safetensors"
+    content = bytearray(flipped.read_bytes())
+    content[-1] ^= 1
+    flipped.write_bytes(content)
+    assert newest_whole(tmp_path, warnings.append) == tmp_path / "step-00000001"
+    assert newest_whole(tmp_path / "nowhere", warnings.append) is None
+
+
+def test_only_the_newest_are_kept_and_left_overs_go(tmp_path: Path) -> None:
+    (tmp_path / ".step-00000001.xyz.part").mkdir()
+    for step in (1, 2, 3, 4):
+        save(tmp_path, step, keep=2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000003", "step-00000004"]
+
+
+def test_a_failed_save_leaves_the_older_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(tmp_path, 1)
+
+    def full(*args: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("drafttrain.training.checkpoint.save_file", full)
+    with pytest.raises(OSError, match="space"):
+        save(tmp_path, 2)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
+    assert newest_whole(tmp_path, lambda message: None) == tmp_path / "step-00000001"
+
+
+def test_another_run_or_draft_is_refused_by_name(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    path = tmp_path / "step-00000001"
+    model, optimizer = model_and_optimizer(0)
+    with pytest.raises(CheckpointError, match="seed .checkpoint: 1, here: 2"):
+        load_checkpoint(path, model, optimizer, {"seed": 2, "data": "abc"})
+    wider, wider_optimizer = model_and_optimizer(0, size=6)
+    with pytest.raises(CheckpointError, match=r"other shapes .*0\.bias"):
+        load_checkpoint(path, wider, wider_optimizer, FINGERPRINT)
+    longer = nn.Sequential(*model, nn.Linear(5, 5))
+    with pytest.raises(CheckpointError, match=r"missing .*2\.bias"):
+        load_checkpoint(path, longer, torch.optim.AdamW(longer.parameters()), FINGERPRINT)
+    with pytest.raises(CheckpointError, match="no whole checkpoint"):
+        load_checkpoint(tmp_path / "step-00000009", model, optimizer, FINGERPRINT)
+
+
+def test_nothing_is_unpickled(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    names = {path.suffix for path in (tmp_path / "step-00000001").iterdir()}
+    assert names == {".safetensors", ".json"}
+
+
+def test_an_earlier_run_is_set_aside_not_deleted(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints"
+    save(folder, 1)
+    assert set_aside(folder) == tmp_path / "checkpoints.1"
+    save(folder, 2)
+    assert set_aside(folder) == tmp_path / "checkpoints.2"
+    assert (tmp_path / "checkpoints.1/step-00000001").is_dir()
+    assert set_aside(folder) is None
