@@ -2,9 +2,9 @@
 
 Shapes: B rows, T slots, H hidden, V target vocabulary, Vd draft vocabulary.
 
-Positions (the contract of the whole project): tokens x_0 .. x_{L-1}, feature f_t is what the target computed at
-position t. Slot t of a feature-level draft at depth 0 holds (f_t, x_{t+1}), sits at rotary position t and predicts
-x_{t+2}. At depth k it holds x_{t+1+k}, predicts x_{t+2+k} and sits at rotary position t+k.
+Positions (the contract of the whole project): tokens x_0 .. x_{L-1}, feature f_t is what the target computed
+at position t. Slot t of a feature-level draft at depth 0 holds (f_t, x_{t+1}), sits at rotary position t and
+predicts x_{t+2}. At depth k it holds x_{t+1+k}, predicts x_{t+2+k} and sits at rotary position t+k.
 """
 
 from __future__ import annotations
@@ -13,9 +13,12 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
 
+import torch
 from torch import Tensor, nn
 
+from drafttrain.modeling.causal_lm import CausalLM
 from drafttrain.modeling.head import Head
+from drafttrain.modeling.kv_cache import StaticKVCache
 from drafttrain.modeling.taps import FeatureSpec, Tap
 from drafttrain.modeling.vocab_map import VocabMap
 
@@ -23,8 +26,8 @@ from drafttrain.modeling.vocab_map import VocabMap
 class DraftCache(Protocol):
     """Keys and values of a draft, and the attention over them.
 
-    The draft's layers only ever call `attend`; what a query may see is decided by the cache: causal with per-row
-    lengths when serving, the unrolled pattern when training.
+    The draft's layers only ever call `attend`; what a query may see is decided by the cache: causal with
+    per-row lengths when serving, the unrolled pattern when training.
     """
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
@@ -37,10 +40,11 @@ class DraftInputs:
     """One call of `step`.
 
     Attributes:
-        tokens: int64 [B, T], the token in each slot (x_{t+1+k} for a feature-level draft, x_t for a draft LM).
+        tokens: int64 [B, T], the token in each slot (x_{t+1+k} for a feature-level draft, x_t for a draft
+            LM).
         positions: int64 [B, T], rotary positions.
-        features: depth 0: the target's taps concatenated [B, T, n*H_target]; deeper: `DraftOutput.hidden` of the step
-            before [B, T, H]. None for drafts that read tokens alone.
+        features: depth 0: the target's taps concatenated [B, T, n*H_target]; deeper: `DraftOutput.hidden` of
+            the step before [B, T, H]. None for drafts that read tokens alone.
         depth: 0 when `features` are the target's, k at the k-th recurrent step.
     """
 
@@ -106,8 +110,8 @@ class DepthOutput:
 class Drafter(nn.Module, ABC):
     """A trainable draft.
 
-    Frozen weights of the target that a family reads (embedding, head) are handed over by `bind` and are neither
-    parameters nor part of the state dict: `state_dict()` is exactly what is saved and exported.
+    Frozen weights of the target that a family reads (embedding, head) are handed over by `bind` and are
+    neither parameters nor part of the state dict: `state_dict()` is exactly what is saved and exported.
     """
 
     family: ClassVar[str]
@@ -116,10 +120,62 @@ class Drafter(nn.Module, ABC):
     vocab_map: VocabMap
     max_depth: int
     """Number of depths `unroll` can give."""
+    bound: tuple[Tensor, Head] | None = None
+    """What `bind` handed over."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass. Families without much to recompute ignore it."""
+
+    @classmethod
+    @abstractmethod
+    def from_text_config(
+        cls, config: Any, text: Any, vocab_map: VocabMap | None, device: torch.device | str | None
+    ) -> Drafter:
+        """Build for a target from the family's config and the target's Hugging Face text config.
+
+        `vocab_map` None means the target's whole vocabulary. Weights are fresh.
+        """
+
+    @classmethod
+    @abstractmethod
+    def from_saved(
+        cls, config: Any, arch: dict[str, Any], vocab_map: VocabMap, device: torch.device | str | None
+    ) -> Drafter:
+        """Build from what `saved_arch` gave, without the target."""
 
     @abstractmethod
+    def saved_arch(self) -> dict[str, Any]:
+        """The resolved sizes, as JSON."""
+
+    @abstractmethod
+    def init_from_target(self, target: CausalLM) -> None:
+        """Copy from the target what the config says; does not bind."""
+
+    @staticmethod
+    def saved_names(state: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The state dict under the names in which it is stored."""
+        return state
+
+    @staticmethod
+    def loaded_names(state: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The inverse of `saved_names`."""
+        return state
+
     def bind(self, embedding: Tensor, head: Head) -> None:
-        """Hand over the target's frozen input embedding [V, H_target] and its head."""
+        """Hand over the target's frozen input embedding [V, H_target] and its head.
+
+        Raises:
+            ValueError: of a target with other sizes.
+        """
+        # Detached, they are plain attributes: neither parameters nor in the state dict.
+        bias = None if head.bias is None else head.bias.detach()
+        self.bound = (embedding.detach(), Head(head.weight.detach(), bias, head.softcap, head.scale))
+
+    @property
+    def target_head(self) -> Head:
+        """The head handed over by `bind`."""
+        if self.bound is None:
+            raise RuntimeError(f"{self.family} reads the target's embedding or head: call bind() first")
+        return self.bound[1]
 
     @abstractmethod
     def step(self, inputs: DraftInputs, cache: DraftCache) -> DraftOutput:
@@ -132,3 +188,11 @@ class Drafter(nn.Module, ABC):
     @abstractmethod
     def unroll(self, batch: DraftBatch, depths: int) -> list[DepthOutput]:
         """Run `depths` steps over all slots at once, as training does."""
+
+    def new_cache(self, rows: int, length: int) -> StaticKVCache | None:
+        """A serving cache for `rows` rows of up to `length` slots, or None for drafts that keep nothing."""
+        return None
+
+    def prepare_for_inference(self) -> None:
+        """Get ready to serve: eval mode, and what a family packs. Call again after weights change."""
+        self.eval()

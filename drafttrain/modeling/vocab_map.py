@@ -1,7 +1,8 @@
 """The draft's vocabulary: a subset of the target's, and the maps between the two.
 
-EAGLE-3 (arXiv 2503.01840) lets the draft's head cover only the target's most frequent tokens. Serving engines load
-the map as `d2t`, int64 OFFSETS (target id = draft id + d2t[draft id]), and `t2d`, a bool mask over the target's ids.
+EAGLE-3 (arXiv 2503.01840) lets the draft's head cover only the target's most frequent tokens. Serving engines
+load the map as `d2t`, int64 OFFSETS (target id = draft id + d2t[draft id]), and `t2d`, a bool mask over the
+target's ids.
 """
 
 from __future__ import annotations
@@ -38,13 +39,17 @@ class VocabMap:
         inside = bool(ids.numel()) and int(ids.min()) >= 0 and int(ids.max()) < self.vocab_size
         if not inside or torch.unique(ids).numel() != ids.numel():
             if looks_absolute(self.d2t, self.t2d):
-                raise ValueError("d2t holds absolute target ids; it must hold offsets: target id = i + d2t[i]")
+                raise ValueError(
+                    "d2t holds absolute target ids; it must hold offsets: target id = i + d2t[i]"
+                )
             raise ValueError(f"d2t is no map into {self.vocab_size} target ids: out of range or repeated ids")
         mask = torch.zeros_like(self.t2d)
         mask[ids] = True
         if not torch.equal(mask, self.t2d):
             if looks_absolute(self.d2t, self.t2d):
-                raise ValueError("d2t holds absolute target ids; it must hold offsets: target id = i + d2t[i]")
+                raise ValueError(
+                    "d2t holds absolute target ids; it must hold offsets: target id = i + d2t[i]"
+                )
             raise ValueError("d2t and t2d name different sets of target ids")
 
     @staticmethod
@@ -67,8 +72,8 @@ class VocabMap:
     ) -> VocabMap:
         """The `size` most frequent tokens; `always` are in whatever their count.
 
-        Where fewer distinct tokens were seen, the lowest unseen ids fill up (in byte-pair vocabularies low ids are
-        the earliest, most frequent merges).
+        Where fewer distinct tokens were seen, the lowest unseen ids fill up (in byte-pair vocabularies low
+        ids are the earliest, most frequent merges).
 
         Args:
             counts: [V] how often the target says each token.
@@ -83,9 +88,13 @@ class VocabMap:
         usable = min(vocab_size, tokenizer_size if tokenizer_size is not None else vocab_size)
         must = sorted(set(always))
         if not 0 < size <= vocab_size:
-            raise ValueError(f"a draft vocabulary of {size} is impossible: the target has {vocab_size} tokens")
+            raise ValueError(
+                f"a draft vocabulary of {size} is impossible: the target has {vocab_size} tokens"
+            )
         if any(not 0 <= token < usable for token in must):
-            raise ValueError(f"token ids {[t for t in must if not 0 <= t < usable]} are outside the tokenizer")
+            raise ValueError(
+                f"token ids {[t for t in must if not 0 <= t < usable]} are outside the tokenizer"
+            )
         size = min(size, usable)
         if len(must) > size:
             raise ValueError(f"{len(must)} tokens must be in a draft vocabulary of {size}: make it larger")
@@ -172,7 +181,7 @@ class VocabMap:
 
 
 def looks_absolute(d2t: Tensor, t2d: Tensor) -> bool:
-    """Whether a d2t tensor holds absolute target ids instead of offsets (arXiv 2503.01840's exporters differ)."""
+    """Whether a d2t tensor holds absolute target ids instead of offsets: some exporters write them."""
     if d2t.numel() != int(t2d.sum()) or not bool(d2t.numel()):
         return False
     return torch.equal(torch.sort(d2t.cpu().to(torch.int64)).values, torch.nonzero(t2d.cpu()).flatten())

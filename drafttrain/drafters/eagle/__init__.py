@@ -1,0 +1,1 @@
+"""EAGLE: drafts that predict the target's features."""

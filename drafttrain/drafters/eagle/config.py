@@ -1,0 +1,100 @@
+"""Configuration of the EAGLE families."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from drafttrain.config import Config
+
+
+class EagleConfig(Config):
+    """What EAGLE-1 and EAGLE-3 share.
+
+    Attributes:
+        depth: unrolled steps in training. EAGLE-3's training-time test uses 7; EAGLE-1 above 1 is HASS.
+        intermediate_size, num_heads, num_kv_heads: default: the target's.
+        init_layer: "random", or "target:<i>" to start from the target's block i (its sizes must fit).
+        warm_start: folder of a trained draft to start from.
+    """
+
+    depth: int = Field(ge=1, le=16)
+    intermediate_size: int | None = Field(default=None, ge=1)
+    num_heads: int | None = Field(default=None, ge=1)
+    num_kv_heads: int | None = Field(default=None, ge=1)
+    init_layer: str = "random"
+    warm_start: str | None = None
+
+    @field_validator("init_layer")
+    @classmethod
+    def _known_source(cls, value: str) -> str:
+        kind, _, index = value.partition(":")
+        if value != "random" and not (kind == "target" and index.isdigit()):
+            raise ValueError(f"{value!r}: use 'random' or 'target:<block>'")
+        return value
+
+    @property
+    def init_block(self) -> int | None:
+        """The target's block that the layer starts from, or None."""
+        return None if self.init_layer == "random" else int(self.init_layer.partition(":")[2])
+
+
+class Eagle3Config(EagleConfig):
+    """EAGLE-3 (arXiv 2503.01840) and 3.1 (arXiv 2605.09992).
+
+    Attributes:
+        taps: states of the target that are fused; default (2, n//2, n-3) for n blocks.
+        draft_vocab_size: tokens the draft can say; None = all of the target's.
+        hidden_size: default: the target's.
+        norm_before_fc: one RMSNorm over the concatenated taps.
+        fc_norm: one RMSNorm for each tap (3.1).
+        norm_output: feed the normed state to the next step (3.1). The head reads the normed state in any
+            case.
+        norm_before_residual: the residual is the normed state instead of the raw one.
+        init_head: "target" copies the rows of the target's head and its final norm.
+        init_fc: "random", or "last" to start as the copy of the last tap.
+    """
+
+    family: Literal["eagle3"] = "eagle3"
+    taps: tuple[int | str, ...] | None = None
+    draft_vocab_size: int | None = Field(default=None, ge=2)
+    depth: int = Field(default=7, ge=1, le=16)
+    num_layers: int = Field(default=1, ge=1, le=8)
+    hidden_size: int | None = Field(default=None, ge=2)
+    norm_before_fc: bool = False
+    fc_norm: bool = False
+    norm_output: bool = False
+    norm_before_residual: bool = False
+    init_head: Literal["target", "random"] = "target"
+    init_fc: Literal["random", "last"] = "random"
+
+    @model_validator(mode="after")
+    def _one_norm(self) -> Eagle3Config:
+        if self.norm_before_fc and self.fc_norm:
+            raise ValueError("norm_before_fc and fc_norm exclude each other: choose one")
+        if self.taps is not None and not self.taps:
+            raise ValueError("taps is empty: EAGLE-3 needs at least one")
+        return self
+
+    def taps_for(self, n_layers: int) -> tuple[int | str, ...]:
+        """The taps for a target of `n_layers` blocks."""
+        if self.taps is not None:
+            return self.taps
+        # The paper's low, middle and high; tiny targets have fewer than the distances assume.
+        return (min(2, n_layers - 1), n_layers // 2, max(n_layers - 3, 0))
+
+
+class Eagle1Config(EagleConfig):
+    """EAGLE-1 (arXiv 2401.15077); EAGLE-2 drafts trees from the same weights; depth > 1 is HASS (arXiv
+    2408.15766).
+
+    Attributes:
+        feature_noise: uniform noise in +-this on the target's features while training.
+        detach: HASS's aligned steps read the draft's own features without a gradient through them.
+    """
+
+    family: Literal["eagle1"] = "eagle1"
+    depth: int = Field(default=1, ge=1, le=16)
+    feature_noise: float = Field(default=0.1, ge=0.0)
+    detach: bool = True

@@ -1,0 +1,1 @@
+"""Draft language models: a small causal LM with the target's vocabulary."""
