@@ -1,0 +1,53 @@
+"""The command line: a table of commands, and what becomes of their errors."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from types import ModuleType
+
+from drafttrain import __version__
+from drafttrain.errors import UserError
+
+# One module a command, in the order of the work. A module has `register(subparsers)`, which sets the parser's default
+# `run` to a function of the parsed arguments; it imports nothing heavy before that function is called.
+COMMANDS: tuple[ModuleType, ...] = ()
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of all commands."""
+    parser = argparse.ArgumentParser(
+        prog="drafttrain", description="Train, measure and export the drafts of speculative decoding."
+    )
+    parser.add_argument("--version", action="version", version=f"drafttrain {__version__}")
+    subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    for command in COMMANDS:
+        command.register(subparsers)
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command. Returns the exit status: 0, 2 for a user's error, 130 when interrupted."""
+    parsed = build_parser().parse_args(arguments)
+    try:
+        return int(parsed.run(parsed) or 0)
+    except UserError as error:
+        _print_error(error)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        # The reader (`| head`) is gone; keep the interpreter from complaining when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def _print_error(error: UserError) -> None:
+    from rich.console import Console
+    from rich.text import Text
+
+    message = Text.assemble(("error: ", "bold red"), (str(error), "red"))
+    Console(stderr=True, soft_wrap=True).print(message)
