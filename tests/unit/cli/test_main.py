@@ -1,0 +1,70 @@
+"""What becomes of results and errors: messages, exit statuses."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+
+import pytest
+
+from drafttrain.cli import main as command_line
+from drafttrain.errors import RecipeError
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], int | None]], int]:
+    """Run `main` with a parser whose only command does what the test says."""
+
+    def call(body: Callable[[], int | None]) -> int:
+        def parser() -> argparse.ArgumentParser:
+            made = argparse.ArgumentParser()
+            made.set_defaults(run=lambda arguments: body())
+            return made
+
+        monkeypatch.setattr(command_line, "build_parser", parser)
+        return command_line.main([])
+
+    return call
+
+
+def test_success_is_zero(run: Callable[[Callable[[], int | None]], int]) -> None:
+    assert run(lambda: None) == 0
+    assert run(lambda: 3) == 3
+
+
+def test_a_users_error_is_printed_without_a_traceback(
+    run: Callable[[Callable[[], int | None]], int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fails() -> None:
+        raise RecipeError("two [red]problems[/red]", where="recipes/x.yaml", remedy="mend [them]")
+
+    assert run(fails) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err == "error: recipes/x.yaml: two [red]problems[/red]\n  mend [them]\n"
+
+
+def test_an_interrupt_is_130(
+    run: Callable[[Callable[[], int | None]], int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    assert run(interrupted) == 130
+    assert capsys.readouterr().err == "interrupted\n"
+
+
+def test_a_fault_of_ours_keeps_its_traceback(run: Callable[[Callable[[], int | None]], int]) -> None:
+    def fails() -> None:
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        run(fails)
+
+
+def test_no_command_and_unknown_commands_are_usage_errors(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments in ([], ["trane"]):
+        with pytest.raises(SystemExit) as stopped:
+            command_line.main(arguments)
+        assert stopped.value.code == 2
+    assert "usage: drafttrain" in capsys.readouterr().err
