@@ -1,0 +1,65 @@
+"""Chains of the heads' best tokens (Medusa, arXiv 2401.10774)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from drafttrain.drafters.medusa.model import MedusaDrafter
+from drafttrain.engine.proposers.base import Proposer, Row
+from drafttrain.engine.proposers.choose import Chooser
+from drafttrain.engine.verify import Proposal
+from drafttrain.errors import EngineError
+from drafttrain.modeling.taps import Tap
+
+
+class MedusaProposer(Proposer):
+    """Keeps, a row, the target's final state at the token before the root; head i reads it for the i-th draft."""
+
+    def __init__(self, drafter: MedusaDrafter, name: str | None = None) -> None:
+        drafter.eval()
+        self.drafter = drafter
+        self.name = name or drafter.family
+        self.feature_spec = drafter.feature_spec
+
+    def reserve(self, rows: int, length: int) -> None:
+        """Allocate for `rows` rows."""
+        weight = next(self.drafter.parameters())
+        size = self.drafter.arch.target_hidden_size
+        self._state = torch.zeros(rows, size, dtype=weight.dtype, device=weight.device)
+
+    def admit(self, first_row: int, rows: Sequence[Row], features: dict[Tap, Tensor]) -> None:
+        """Keep the state at the end of each prompt."""
+        self._keep(first_row, features, torch.tensor([len(row.request.prompt_ids) - 1 for row in rows]))
+
+    def observe(self, rows: Sequence[Row], features: dict[Tap, Tensor], accepted: Tensor) -> None:
+        """Keep the state at the last accepted token."""
+        self._keep(0, features, accepted)
+
+    def _keep(self, first: int, features: dict[Tap, Tensor], last: Tensor) -> None:
+        final = features[Tap.final]
+        rows = torch.arange(len(last), device=final.device)
+        self._state[first : first + len(last)] = final[rows, last.to(final.device)]
+
+    def propose(self, rows: Sequence[Row], k: int) -> Proposal:
+        """One token a head."""
+        if k > self.drafter.max_depth:
+            raise EngineError(
+                f"{k} draft tokens were asked of {self.drafter.max_depth} Medusa heads",
+                remedy=f"set k to {self.drafter.max_depth} or less",
+            )
+        chooser = Chooser(rows, self.drafter.vocab_map)
+        for depth in range(k):
+            readout = self.drafter.blocks[depth](self._state[: len(rows)])
+            chooser.pick(self.drafter.head(depth)(readout))
+        return chooser.proposal()
+
+    def move_row(self, source: int, destination: int) -> None:
+        """Row `source` takes the place of `destination`."""
+        self._state[destination] = self._state[source]
+
+    def memory_bytes(self) -> int:
+        """Weights, in bytes."""
+        return sum(p.numel() * p.element_size() for p in self.drafter.parameters())
