@@ -203,7 +203,7 @@ def regenerate(
     return report
 
 
-def read_conversations(path: str | Path) -> list[Conversation]:
+def read_answers(path: str | Path) -> list[Conversation]:
     """Conversations that `regenerate` wrote. A torn last line, left by a kill, is passed over."""
     source = Path(path)
     if not source.is_file():

@@ -17,7 +17,7 @@ class PromptSource(Config):
     source: str = Field(min_length=1)
     """`self`, a path (.jsonl .json .csv .parquet .txt, a folder saved by `datasets`), or a dataset name."""
     count: int | None = Field(default=None, gt=0)
-    """How many prompts to take, from the start; all of them where unset. `self` needs it."""
+    """How many prompts to take: a seeded choice, in the source's order; all where unset. `self` needs it."""
     format: Format = "auto"
     split: str = "train"
     subset: str | None = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -121,14 +121,14 @@ class TokenGenerator(Protocol):
 
     def generate(
         self,
-        prompts: Sequence[Sequence[int]],
+        prompts: Sequence[list[int]],
         *,
         max_new_tokens: int,
         temperature: float,
         top_p: float,
         top_k: int,
         seed: int,
-        stop: Set[int],
+        stop: frozenset[int],
     ) -> Iterator[tuple[int, list[int]]]:
         """Yield (index into prompts, new tokens) as they finish, in any order."""
         ...

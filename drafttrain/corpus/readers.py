@@ -1,0 +1,251 @@
+"""Prompts and conversations from files, folders and `datasets` names. Rows in = rows out + named rejects."""
+
+from __future__ import annotations
+
+import csv
+import json
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from drafttrain.corpus.chat import ChatRenderer
+from drafttrain.corpus.config import PromptSource
+from drafttrain.corpus.shapes import Dialogue, ShapeError, parse_row, to_conversation, to_prompt
+from drafttrain.corpus.synthesis import synthesise
+from drafttrain.corpus.types import Conversation, Prompt, Reject, TokenGenerator
+from drafttrain.errors import DataError, UserError
+from drafttrain.files import atomic_file, find_resource
+
+T = TypeVar("T", Prompt, Conversation)
+
+_SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".txt")
+
+
+@dataclass
+class ReadResult(Generic[T]):
+    """What was read: rows = items + rejects + unused (sound rows that `count` left out)."""
+
+    items: list[T] = field(default_factory=list)
+    rejects: list[Reject] = field(default_factory=list)
+    unused: int = 0
+
+
+@dataclass(frozen=True)
+class _Bad:
+    """A line that could not even be parsed."""
+
+    reason: str
+
+
+def read_prompts(source: PromptSource) -> ReadResult[Prompt]:
+    """Prompts of one source other than `self`; given answers are dropped. DataError if none is usable."""
+    return _read(source, to_prompt)
+
+
+def read_conversations(source: PromptSource) -> ReadResult[Conversation]:
+    """Conversations with the answers they were given. DataError if none is usable."""
+    return _read(source, to_conversation)
+
+
+def collect_prompts(
+    sources: Sequence[PromptSource],
+    *,
+    chat: ChatRenderer | None = None,
+    generator: TokenGenerator | None = None,
+) -> ReadResult[Prompt]:
+    """Prompts of all sources in order, with ids that are unique among them.
+
+    Args:
+        chat, generator: needed for `self` sources only.
+    """
+    result = ReadResult[Prompt]()
+    for source in sources:
+        if source.source != "self":
+            found = read_prompts(source)
+            result.items += found.items
+            result.rejects += found.rejects
+            result.unused += found.unused
+            continue
+        if chat is None or generator is None or source.count is None:
+            raise DataError("source 'self' needs a target that can generate", where="data.prompts")
+        result.items += synthesise(
+            generator,
+            chat,
+            source.count,
+            seed=source.seed,
+            temperature=source.temperature,
+            top_p=source.top_p,
+            max_new_tokens=source.max_new_tokens,
+        )
+    used: set[str] = set()
+    result.items = [
+        Prompt(_unique(item.id, used), item.messages, item.turns, item.tools, item.meta)
+        for item in result.items
+    ]
+    return result
+
+
+def write_prompts(path: str | Path, prompts: Sequence[Prompt]) -> None:
+    """Write a prompt set as JSONL that `read_prompts` gives back."""
+    with atomic_file(path) as partial, partial.open("w", encoding="utf-8") as file:
+        for prompt in prompts:
+            file.write(json.dumps(prompt.to_json(), ensure_ascii=False) + "\n")
+
+
+def _read(source: PromptSource, build: Callable[[Dialogue, str, dict[str, Any]], T]) -> ReadResult[T]:
+    result = ReadResult[T]()
+    used: set[str] = set()
+    for number, (where, row) in enumerate(_rows(source)):
+        stem = Path(source.source).stem
+        name = f"{stem}-{number}"
+        try:
+            if isinstance(row, _Bad):
+                raise ShapeError(row.reason)
+            dialogue = parse_row(row, source.format, source.columns, source.system)
+            name = dialogue.id or name
+            item = build(dialogue, _unique(name, used), {"source": stem, **dialogue.meta})
+        except ShapeError as error:
+            result.rejects.append(Reject(name, str(error), where))
+            continue
+        result.items.append(item)
+    if source.count is not None and source.count < len(result.items):
+        # Not the first ones: prompt sets are often sorted by category.
+        chosen = sorted(random.Random(source.seed).sample(range(len(result.items)), source.count))
+        result.unused = len(result.items) - source.count
+        result.items = [result.items[index] for index in chosen]
+    if not result.items:
+        first = f"; the first: {result.rejects[0].reason}" if result.rejects else ""
+        raise DataError(
+            f"holds no usable row ({len(result.rejects)} refused{first})",
+            where=source.source,
+            remedy="known shapes: OpenAI messages, ShareGPT, Alpaca, prompt/completion, text; "
+            "rename columns with `columns`",
+        )
+    return result
+
+
+def _unique(name: str, used: set[str]) -> str:
+    chosen, number = name, 2
+    while chosen in used:
+        chosen, number = f"{name}#{number}", number + 1
+    used.add(chosen)
+    return chosen
+
+
+def _rows(source: PromptSource) -> Iterator[tuple[str, Any]]:
+    """(where, row) of a source, in order."""
+    name = source.source
+    looks_like_path = name.startswith((".", "/", "~")) or name.endswith(_SUFFIXES)
+    try:
+        path = find_resource(name)
+    except UserError as error:
+        if looks_like_path:
+            raise DataError(error.what, where=error.where, remedy=error.remedy) from None
+        yield from _hub_rows(source)
+        return
+    if path.is_file():
+        yield from _file_rows(path)
+    elif (path / "dataset_info.json").exists() or (path / "dataset_dict.json").exists():
+        yield from _saved_rows(path, source.split)
+    else:
+        files = sorted(file for file in path.rglob("*") if file.suffix in _SUFFIXES)
+        if not files:
+            raise DataError(f"the folder holds no data file ({', '.join(_SUFFIXES)})", where=path)
+        for file in files:
+            yield from _file_rows(file)
+
+
+def _file_rows(path: Path) -> Iterator[tuple[str, Any]]:
+    try:
+        if path.suffix in (".jsonl", ".ndjson"):
+            yield from _json_lines(path)
+        elif path.suffix == ".json":
+            yield from _numbered(path, _json_list(path))
+        elif path.suffix in (".csv", ".tsv"):
+            with path.open(encoding="utf-8-sig", newline="") as file:
+                reader = csv.DictReader(file, delimiter="\t" if path.suffix == ".tsv" else ",")
+                yield from _numbered(path, (_cells(row) for row in reader))
+        elif path.suffix == ".parquet":
+            yield from _numbered(path, _parquet_rows(path))
+        elif path.suffix == ".txt":
+            with path.open(encoding="utf-8") as file:
+                yield from _numbered(path, (line.rstrip("\n") for line in file if line.strip()))
+        else:
+            raise DataError("unknown kind of file", where=path, remedy=f"known: {', '.join(_SUFFIXES)}")
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise DataError(f"cannot be read: {error}", where=path) from None
+
+
+def _numbered(path: Path, rows: Any) -> Iterator[tuple[str, Any]]:
+    for number, row in enumerate(rows, 1):
+        yield f"{path}:{number}", row
+
+
+def _json_lines(path: Path) -> Iterator[tuple[str, Any]]:
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            if not line.strip():
+                continue
+            try:
+                yield f"{path}:{number}", json.loads(line)
+            except ValueError as error:
+                yield f"{path}:{number}", _Bad(f"is not valid JSON: {error}")
+
+
+def _json_list(path: Path) -> list[Any]:
+    """A list of rows, or an object that holds one (`data`, `rows`, a split's name)."""
+    try:
+        value = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise DataError(f"not valid JSON: {error}", where=path) from None
+    if isinstance(value, dict):
+        lists = [held for held in value.values() if isinstance(held, list)]
+        value = lists[0] if len(lists) == 1 and "messages" not in value else [value]
+    if not isinstance(value, list):
+        raise DataError("holds no list of rows", where=path)
+    return value
+
+
+def _cells(row: dict[str | None, Any]) -> dict[str, Any] | _Bad:
+    if None in row:
+        return _Bad("has more cells than the header")
+    return {str(key): value for key, value in row.items() if value not in ("", None)}
+
+
+def _parquet_rows(path: Path) -> Iterator[Any]:
+    import pyarrow as arrow
+    import pyarrow.parquet as parquet
+
+    try:
+        with parquet.ParquetFile(path) as file:
+            for batch in file.iter_batches(batch_size=1024):
+                yield from batch.to_pylist()
+    except arrow.ArrowException as error:
+        raise DataError(f"is no readable Parquet file: {error}", where=path) from None
+
+
+def _saved_rows(path: Path, split: str) -> Iterator[tuple[str, Any]]:
+    import datasets
+
+    loaded = datasets.load_from_disk(str(path))
+    if isinstance(loaded, datasets.DatasetDict):
+        if split not in loaded:
+            raise DataError(f"has no split {split!r} (it has {', '.join(map(str, loaded))})", where=path)
+        loaded = loaded[split]
+    yield from _numbered(path, loaded)
+
+
+def _hub_rows(source: PromptSource) -> Iterator[tuple[str, Any]]:
+    import datasets
+
+    try:
+        loaded = datasets.load_dataset(source.source, source.subset, split=source.split)
+    except Exception as error:  # the hub client raises its own, those of its HTTP library, and plain ones
+        raise DataError(
+            f"is neither a file nor a data set that could be loaded: {error}",
+            where=source.source,
+            remedy="check the name and the network, or download it and give the folder",
+        ) from error
+    yield from _numbered(Path(source.source), loaded)
