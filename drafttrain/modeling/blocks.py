@@ -139,7 +139,13 @@ class Rotary(nn.Module):
 
     inv_freq: Tensor
 
-    def __init__(self, parameters: dict[str, Any], head_dim: int, max_positions: int) -> None:
+    def __init__(
+        self,
+        parameters: dict[str, Any],
+        head_dim: int,
+        max_positions: int,
+        device: torch.device | str | None = None,
+    ) -> None:
         super().__init__()
         kind = parameters["rope_type"]
         if kind == "default":
@@ -159,7 +165,7 @@ class Rotary(nn.Module):
             raise ValueError(
                 f"rotary scaling {kind!r} is not one of default, {', '.join(ROPE_INIT_FUNCTIONS)}"
             )
-        self.register_buffer("inv_freq", inv_freq, persistent=False)
+        self.register_buffer("inv_freq", inv_freq.to(device), persistent=False)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Rotary:
         # A draft cast to bf16 keeps fp32 frequencies: rounded ones drift with the position.

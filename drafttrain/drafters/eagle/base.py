@@ -26,10 +26,10 @@ class EagleDrafter(Drafter, Generic[W]):
     arch: DraftArch
     n_layers: int
 
-    def __init__(self, arch: DraftArch) -> None:
+    def __init__(self, arch: DraftArch, device: torch.device | str | None) -> None:
         super().__init__()
         self.arch = arch
-        self.rotary = Rotary(arch.rope_parameters, arch.head_dim, arch.max_position_embeddings)
+        self.rotary = Rotary(arch.rope_parameters, arch.head_dim, arch.max_position_embeddings, device)
         self._packed: W | None = None
 
     def bind(self, embedding: Tensor, head: Head) -> None:

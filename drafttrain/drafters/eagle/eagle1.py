@@ -41,7 +41,7 @@ class Eagle1Drafter(EagleDrafter[Eagle1Weights]):
     def __init__(
         self, config: Eagle1Config, arch: DraftArch, device: torch.device | str | None = None
     ) -> None:
-        super().__init__(arch)
+        super().__init__(arch, device)
         self.config = config
         self.feature_spec = FeatureSpec((Tap.final,))
         self.vocab_map = VocabMap.full(arch.vocab_size)

@@ -52,7 +52,7 @@ class Eagle3Drafter(EagleDrafter[Eagle3Weights]):
         vocab_map: VocabMap,
         device: torch.device | str | None = None,
     ) -> None:
-        super().__init__(arch)
+        super().__init__(arch, device)
         if vocab_map.vocab_size != arch.vocab_size:
             raise ValueError(
                 f"the vocabulary map is for {vocab_map.vocab_size} tokens, the target has {arch.vocab_size}"
@@ -128,14 +128,14 @@ class Eagle3Drafter(EagleDrafter[Eagle3Weights]):
         self.norm.weight.copy_(norm_weight(target.norm, self.arch.hidden_size, target.device, target.dtype))
 
     @property
-    def vocab_map(self) -> VocabMap:
+    def vocab_map(self) -> VocabMap:  # type: ignore[override]
         """The map in the buffers d2t and t2d, on their device."""
         if self._map is None or self._map.d2t is not self.d2t:
             self._map = VocabMap(self.d2t, self.t2d)
         return self._map
 
     def _load_from_state_dict(self, *args: object, **kwargs: object) -> None:
-        super()._load_from_state_dict(*args, **kwargs)  # type: ignore[arg-type]
+        super()._load_from_state_dict(*args, **kwargs)
         # The buffers keep their identity but not their content.
         self._map = None
 
