@@ -99,7 +99,8 @@ def run_suite(
     run = SuiteRun()
     shown: Setting | None = None
     for setting in settings(suite):
-        measured = _Measurement(target, suite, renderer, prompts, contenders, setting, run.notes)
+        fitting = [c for c in contenders if c.learn is None or setting.temperature == 0]
+        measured = _Measurement(target, suite, renderer, prompts, fitting, setting, run.notes)
         logs = measured.run(progress)
         run.drafts += measured.summary()
         run.records |= {(setting, name): log.records for name, log in logs.items()}
@@ -293,7 +294,7 @@ class _Measurement:
             )
 
     def texts(self) -> list[AnswerText]:
-        """Answers to a few prompts of each category. The oracle's are the baseline's, so they are left out."""
+        """Answers to a few prompts of each category; the oracle's are the baseline's and are left out."""
         chosen = select(list(self.prompts), self.suite.texts) if self.suite.texts else []
         names = [c.name for c in self.contenders if c.learn is None] or [c.name for c in self.contenders]
         texts = []
