@@ -43,6 +43,7 @@ class StoreIdentity:
         taps: canonical names in the order in which they lie in a row; "final" is always among them.
         hidden_size: H.
         dtype: element type on disk.
+        compute_dtype: in which the target ran.
         schema: version of this layout.
     """
 
@@ -53,6 +54,7 @@ class StoreIdentity:
     taps: tuple[str, ...]
     hidden_size: int
     dtype: str
+    compute_dtype: str
     schema: int = SCHEMA
 
     @property

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from datetime import timedelta
-from typing import Literal, TypeVar
+from typing import TypeVar
 
 import torch
 from accelerate import Accelerator
@@ -25,7 +25,7 @@ _PARALLEL = {DistributedType.MULTI_CPU, DistributedType.MULTI_GPU}
 _PATIENCE = timedelta(days=2)
 
 
-def make_accelerator(precision: Literal["bf16", "fp32"]) -> Accelerator:
+def make_accelerator() -> Accelerator:
     """Join the processes that `accelerate launch` or `torchrun` started; one process without them.
 
     Raises:
@@ -33,7 +33,7 @@ def make_accelerator(precision: Literal["bf16", "fp32"]) -> Accelerator:
     """
     _refuse_sharding()
     accelerator = Accelerator(
-        mixed_precision="bf16" if precision == "bf16" else "no",
+        mixed_precision="no",  # the recipe decides, and the trained module applies it
         cpu=not torch.cuda.is_available(),
         kwargs_handlers=[
             InitProcessGroupKwargs(timeout=_PATIENCE),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from datetime import timedelta
 from typing import Any
 
@@ -64,3 +65,32 @@ def describe(record: dict[str, Any], total_steps: int) -> str:
         f"loss {record['loss']:.4f}  acc {accuracy}  {record['tokens_per_s']:,.0f} tok/s"
         f"  ETA {timedelta(seconds=round(left))}"
     )
+
+
+class ConsoleReporter:
+    """Lines of the stages before training; progress of a long one at most every few seconds.
+
+    Args:
+        console: where to write.
+        quiet: write nothing (ranks other than the main one).
+    """
+
+    def __init__(self, console: Console, *, quiet: bool = False, every_s: float = 5.0) -> None:
+        self.console, self.quiet, self.every_s = console, quiet, every_s
+        self._began: dict[str, float] = {}
+        self._shown = 0.0
+
+    def say(self, message: str) -> None:
+        """A line."""
+        if not self.quiet:
+            self.console.print(message, highlight=False)
+
+    def progress(self, task: str, done: int, total: int) -> None:
+        """`done` of `total` units of a task."""
+        now = time.monotonic()
+        began = self._began.setdefault(task, now)
+        if done < total and now - self._shown < self.every_s:
+            return
+        self._shown = now
+        left = (now - began) / done * (total - done) if done else 0.0
+        self.say(f"{task}: {done}/{total}  ETA {timedelta(seconds=round(left))}")

@@ -19,7 +19,7 @@ class TrainStep(nn.Module):
         objective: weighted terms.
         target_head: frozen, on the drafter's device.
         vocab_map: on the drafter's device.
-        dtype: what features are cast to: the autocast dtype, or the master weights' own.
+        dtype: bfloat16 for autocast over the fp32 master weights, float32 for none.
     """
 
     def __init__(
@@ -40,8 +40,13 @@ class TrainStep(nn.Module):
     def forward(self, batch: DraftBatch, counts: Tensor) -> ObjectiveOutput:
         """Sum over depths of this micro-batch's loss sums over the global `counts` [K]; micro losses add up."""
         batch.features = {tap: value.to(self._dtype) for tap, value in batch.features.items()}
-        outputs = self.drafter.unroll(batch, len(counts))
-        result = self.objective(outputs, batch, self.drafter.head, self._target_head, self._vocab_map, counts)
+        # Here and not in accelerate: its precision is fixed for the life of a process.
+        device = batch.tokens.device.type
+        with torch.autocast(device, dtype=self._dtype, enabled=self._dtype != torch.float32):
+            outputs = self.drafter.unroll(batch, len(counts))
+            result = self.objective(
+                outputs, batch, self.drafter.head, self._target_head, self._vocab_map, counts
+            )
         if not bool(torch.as_tensor(result.total).gt(0).all()):
             # No label at some depth: parameters of that depth alone would get no gradient, and DDP would wait for it.
             result.loss = result.loss + sum(

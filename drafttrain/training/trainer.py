@@ -103,6 +103,7 @@ class Trainer:
         self.checkpoints = folder / "checkpoints"
         self.device = accelerator.device
         self.drafter = parts.drafter.to(self.device)
+        self.drafter.gradient_checkpointing = config.gradient_checkpointing
         self.source = parts.source
         self.objective = parts.objective
         self.ranks, self.rank = accelerator.num_processes, accelerator.process_index

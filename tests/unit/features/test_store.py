@@ -27,6 +27,7 @@ IDENTITY = StoreIdentity(
     taps=("0", "2", "final"),
     hidden_size=HIDDEN,
     dtype="float32",
+    compute_dtype="float32",
 )
 CPU = torch.device("cpu")
 
@@ -103,6 +104,7 @@ def test_a_bf16_store_keeps_a_bf16_target_exactly(tmp_path: Path) -> None:
         ({"template_hash": "d" * 64}, "template hash"),
         ({"taps": ("0", "3", "final")}, "taps"),
         ({"dtype": "bfloat16"}, "dtype"),
+        ({"compute_dtype": "bfloat16"}, "compute dtype"),
     ],
 )
 def test_a_foreign_store_is_refused_by_the_name_of_what_differs(
@@ -211,9 +213,9 @@ def test_other_tokens_under_a_known_id_are_refused(tmp_path: Path) -> None:
     data = samples(3)
     build(tmp_path / "store", data)
     changed = [replace(data[0], ids=data[0].ids[::-1].copy()), *data[1:]]
-    with pytest.raises(StoreError, match="s0 has .* other tokens"):
+    with pytest.raises(StoreError, match=r"s0 has .* other tokens"):
         open_store(tmp_path / "store", IDENTITY, changed)
-    with pytest.raises(StoreError, match="s0 has .* other tokens"):
+    with pytest.raises(StoreError, match=r"s0 has .* other tokens"):
         build(tmp_path / "store", changed)
     with pytest.raises(StoreError, match="s3 is not in the store"):
         open_store(tmp_path / "store", IDENTITY, samples(4))

@@ -1,0 +1,45 @@
+"""`drafttrain train RECIPE [key=value ...]`: prompts, answers, features, training, saved draft."""
+
+from __future__ import annotations
+
+import argparse
+
+STOPPED = 143
+"""Exit status of a run that saved and stopped on SIGTERM: 128 + 15, as schedulers expect."""
+
+
+def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the command."""
+    parser = subparsers.add_parser(
+        "train",
+        help="train a draft from a recipe",
+        description="Run every stage of a recipe that is not done yet, and train the draft. "
+        "Several processes: accelerate launch --config_file recipes/accelerate/ddp.yaml drafttrain/train.py RECIPE",
+    )
+    parser.add_argument("recipe", help="a YAML file, a shipped recipe, or a run's folder")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="such as training.lr=1e-4")
+    parser.add_argument(
+        "--resume",
+        default="auto",
+        metavar="auto|never|PATH",
+        help="auto: go on from the newest whole checkpoint (default); never: set an earlier run aside; "
+        "PATH: a checkpoint folder",
+    )
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Train; 0 when finished, 143 when a signal stopped it after saving."""
+    from rich.console import Console
+
+    from drafttrain.recipe.load import load_recipe
+    from drafttrain.training.run import resume_from, train_recipe
+
+    recipe = load_recipe(arguments.recipe, arguments.overrides)
+    console = Console()
+    result = train_recipe(recipe, resume_from(arguments.resume), console)
+    if not result.finished:
+        console.print(
+            f"stopped and saved after step {result.state.step}; the same command goes on from there"
+        )
+    return 0 if result.finished else STOPPED

@@ -1,0 +1,227 @@
+"""From a recipe to everything that training needs. Each stage leaves its result on disk and goes on from there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from drafttrain.corpus.chat import ChatRenderer
+from drafttrain.corpus.dataset import Corpus, build_corpus, split_held_out, token_counts
+from drafttrain.corpus.types import Conversation, Sample
+from drafttrain.drafters.base import Drafter
+from drafttrain.drafters.build import build_drafter, init_from_target, new_vocab_map
+from drafttrain.drafters.saving import saved_vocab_map, warm_start
+from drafttrain.errors import RecipeError, UserError
+from drafttrain.features.sources import (
+    FeatureSource,
+    OnlineFeatures,
+    build_store,
+    open_store,
+    taps_with_final,
+)
+from drafttrain.features.store import StoreIdentity
+from drafttrain.losses.objective import Objective
+from drafttrain.modeling.vocab_map import VocabMap
+from drafttrain.recipe.conversations import InProcess, data_hashes, prepare_conversations
+from drafttrain.recipe.schema import Recipe
+from drafttrain.targets.load import load_target
+from drafttrain.targets.model import TargetModel
+
+
+class Reporter(Protocol):
+    """Shows what a long build is doing."""
+
+    def say(self, message: str) -> None:
+        """A line."""
+        ...
+
+    def progress(self, task: str, done: int, total: int) -> None:
+        """`done` of `total` units of a task."""
+        ...
+
+
+@dataclass(frozen=True)
+class RunParts:
+    """What a recipe stands for.
+
+    Attributes:
+        target: frozen.
+        drafter: initialised, bound to the target, fp32.
+        objective: the loss.
+        source: features of `corpus.samples`.
+        corpus: training samples.
+        held_out: token ids of prompts that are not trained on, at most `evaluation.prompts`.
+        stop_ids: tokens that end an answer.
+        coverage: share of the labels that the draft vocabulary can say.
+        data: name -> SHA-256 of the files that the data came from.
+    """
+
+    target: TargetModel
+    drafter: Drafter
+    objective: Objective
+    source: FeatureSource
+    corpus: Corpus
+    held_out: list[list[int]]
+    stop_ids: frozenset[int]
+    coverage: float
+    data: dict[str, str]
+
+    def fingerprint(self) -> dict[str, Any]:
+        """What a checkpoint must share with the run that resumes it."""
+        identity = self.target.identity
+        return {
+            "target": identity.weights_hash,
+            "data": self.corpus.key,
+            "drafter": self.drafter.config.model_dump(mode="json"),
+        }
+
+
+def build_run(recipe: Recipe, report: Reporter) -> RunParts:
+    """Run all stages before training: target, prompts, answers, samples, draft, features.
+
+    Raises:
+        UserError: whatever a stage cannot use; what stages before left stays.
+    """
+    report.say(f"loading the target {recipe.target.model} ({recipe.target.dtype})")
+    target = load_target(recipe.target)
+    chat = ChatRenderer(target.tokenizer, recipe.data.template_kwargs, target.stop_ids)
+    corpus, held_out = prepare_corpus(recipe, target, chat, report)
+    drafter, coverage = prepare_drafter(recipe, target, chat, corpus.samples)
+    trainable = sum(p.numel() for p in drafter.parameters() if p.requires_grad)
+    report.say(
+        f"draft: {drafter.family}, {trainable / 1e6:.1f} M trainable parameters, draft vocabulary "
+        f"{drafter.vocab_map.size} of {drafter.vocab_map.vocab_size} covers {coverage:.2%} of the labels"
+    )
+    source = prepare_features(recipe, target, chat, drafter, corpus.samples, report)
+    return RunParts(
+        target=target,
+        drafter=drafter,
+        objective=Objective(recipe.loss),
+        source=source,
+        corpus=corpus,
+        held_out=[chat.prompt_ids(*_first_prompt(item)) for item in held_out[: recipe.evaluation.prompts]],
+        stop_ids=chat.stop_ids,
+        coverage=coverage,
+        data=data_hashes(recipe),
+    )
+
+
+def prepare_corpus(
+    recipe: Recipe, target: TargetModel, chat: ChatRenderer, report: Reporter
+) -> tuple[Corpus, list[Conversation]]:
+    """Training samples, and the conversations held out of them."""
+    data = recipe.data
+
+    def writer() -> InProcess:
+        return InProcess.of(target, data.answers.batch_size)
+
+    conversations = prepare_conversations(
+        recipe, chat, writer, lambda done, total: report.progress("answers", done, total)
+    )
+    # Answers lie in the order in which they were finished, which a resumed run does not repeat.
+    conversations.sort(key=lambda item: item.id)
+    training, held_out = split_held_out(conversations, data.held_out, seed=recipe.seed)
+    corpus = build_corpus(training, chat, max_length=data.max_length, vocab_size=target.vocab_size)
+    report.say(
+        f"data: {len(corpus.samples)} samples of {corpus.tokens} tokens, {corpus.supervised / corpus.tokens:.0%} "
+        f"supervised; {len(corpus.rejects)} conversations refused, {len(held_out)} held out"
+    )
+    return corpus, held_out
+
+
+def prepare_drafter(
+    recipe: Recipe, target: TargetModel, chat: ChatRenderer, samples: Sequence[Sample]
+) -> tuple[Drafter, float]:
+    """The draft at its start, and the share of the training labels in its vocabulary.
+
+    Raises:
+        RecipeError: a draft that does not fit the target.
+        CheckpointError: a warm start from a foreign draft.
+    """
+    torch.manual_seed(recipe.training_seed)
+    counts = token_counts(samples, target.vocab_size)
+    start = getattr(recipe.drafter, "warm_start", None)
+    try:
+        vocab_map = saved_vocab_map(start) if start else _fresh_map(recipe, target, chat, samples, counts)
+        drafter = build_drafter(recipe.drafter, target.config, vocab_map, target.device)
+        init_from_target(drafter, target)
+    except ValueError as error:
+        raise RecipeError(str(error), where="drafter") from None
+    if start:
+        warm_start(drafter, start)
+    return drafter, drafter.vocab_map.to("cpu").coverage(counts)
+
+
+def _fresh_map(
+    recipe: Recipe, target: TargetModel, chat: ChatRenderer, samples: Sequence[Sample], counts: Tensor
+) -> VocabMap:
+    special = set(target.tokenizer.added_tokens_decoder)
+    seen = {int(token) for sample in samples for token in sample.ids.tolist() if token in special}
+    return new_vocab_map(
+        recipe.drafter,
+        target.vocab_size,
+        counts,
+        always=sorted(chat.stop_ids | seen),
+        tokenizer_size=target.identity.tokenizer_size,
+    )
+
+
+def prepare_features(
+    recipe: Recipe,
+    target: TargetModel,
+    chat: ChatRenderer,
+    drafter: Drafter,
+    samples: Sequence[Sample],
+    report: Reporter,
+) -> FeatureSource:
+    """The online source, or the store, built where it is missing or not whole."""
+    config = recipe.features
+    if config.source == "online":
+        # Over the whole vocabulary the loss finds the target's own token by itself.
+        want_top1 = not drafter.vocab_map.is_full
+        return OnlineFeatures(
+            target, drafter.feature_spec, batch_tokens=config.batch_tokens, want_top1=want_top1
+        )
+    path = store_path(recipe)
+    identity = store_identity(recipe, target, chat, drafter)
+    size = sum(len(sample.ids) for sample in samples) * identity.bytes_per_token
+    report.say(f"features: store {path}, {size / 2**30:.2f} GiB for taps {', '.join(identity.taps)}")
+    build_store(
+        path, identity, target, samples, config, lambda done, total: report.progress("features", done, total)
+    )
+    return open_store(path, identity, samples, config.verify)
+
+
+def store_path(recipe: Recipe) -> Path:
+    """Folder of the feature store."""
+    return Path(recipe.features.path) if recipe.features.path else Path(recipe.run_folder) / "features"
+
+
+def store_identity(
+    recipe: Recipe, target: TargetModel, chat: ChatRenderer, drafter: Drafter
+) -> StoreIdentity:
+    """What the recipe's features depend on."""
+    identity = target.identity
+    return StoreIdentity(
+        target=identity.name,
+        weights_hash=identity.weights_hash,
+        tokenizer_hash=identity.tokenizer_hash,
+        template_hash=chat.template_hash,
+        taps=tuple(str(tap) for tap in taps_with_final(drafter.feature_spec)),
+        hidden_size=identity.hidden_size,
+        dtype=recipe.features.dtype,
+        compute_dtype=recipe.target.dtype,
+    )
+
+
+def _first_prompt(conversation: Conversation) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """The messages before the first answer, and the tools."""
+    roles = [message.get("role") for message in conversation.messages]
+    if "assistant" not in roles:
+        raise UserError("a held-out conversation has no answer", where=f"conversation {conversation.id}")
+    return conversation.messages[: roles.index("assistant")], conversation.tools

@@ -1,0 +1,72 @@
+"""Acceptance of a draft in training, measured in the engine that serves it, on prompts it was not trained on."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import torch
+
+from drafttrain.drafters.base import Drafter
+from drafttrain.drafters.build import serving_copy
+from drafttrain.engine.engine import Engine
+from drafttrain.engine.proposers import build_proposer
+from drafttrain.engine.records import Request
+from drafttrain.recipe.training_config import EvaluationConfig
+from drafttrain.targets.model import TargetModel
+from drafttrain.training.callbacks import Acceptance
+
+
+class EngineMeasurement:
+    """Greedy speculative decoding of held-out prompts.
+
+    Args:
+        target: as it serves.
+        drafter: in training; a copy in the target's dtype is measured.
+        prompts: token ids of each prompt.
+        config: draft tokens a round, length and batch size.
+    """
+
+    def __init__(
+        self,
+        target: TargetModel,
+        drafter: Drafter,
+        prompts: Sequence[list[int]],
+        config: EvaluationConfig,
+        stop_ids: frozenset[int],
+    ) -> None:
+        self.target, self.drafter, self.config = target, drafter, config
+        self.requests = [
+            Request(str(index), ids, config.max_new_tokens, stop_ids=stop_ids)
+            for index, ids in enumerate(prompts)
+        ]
+
+    def __call__(self) -> Acceptance:
+        """Measure the draft as it stands."""
+        began = time.perf_counter()
+        config = self.config
+        with torch.no_grad():
+            proposer = build_proposer(serving_copy(self.drafter, self.target.dtype))
+        longest = max(len(request.prompt_ids) for request in self.requests) + config.max_new_tokens
+        engine = Engine(
+            self.target,
+            proposer,
+            k=min(config.k, self.drafter.max_depth) if self.drafter.family == "medusa" else config.k,
+            max_batch=min(config.batch_size, len(self.requests)),
+            max_length=longest,
+        )
+        engine.generate(self.requests)
+        reached = torch.zeros(config.k, dtype=torch.float64)
+        accepted = torch.zeros(config.k, dtype=torch.float64)
+        for record in engine.records:
+            # Depth i counts where depths before it were accepted and a token was proposed there.
+            reached[: min(record.accepted + 1, record.proposed)] += 1
+            accepted[: record.accepted] += 1
+        rounds = len(engine.records)
+        return Acceptance(
+            tau=sum(record.emitted for record in engine.records) / rounds if rounds else 1.0,
+            alpha=(accepted / reached.clamp(min=1)).tolist(),
+            k=config.k,
+            rounds=rounds,
+            seconds=time.perf_counter() - began,
+        )

@@ -1,0 +1,133 @@
+"""A whole run: recipe -> parts -> training -> saved drafts in the run's folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from rich.console import Console
+
+from drafttrain.drafters.saving import save_draft
+from drafttrain.errors import RecipeError
+from drafttrain.recipe.build import RunParts, build_run
+from drafttrain.recipe.load import save_recipe
+from drafttrain.recipe.provenance import collect_provenance, record_provenance
+from drafttrain.recipe.schema import Recipe
+from drafttrain.training.acceptance import EngineMeasurement
+from drafttrain.training.callbacks import Listener, WandbTracker
+from drafttrain.training.checkpoint import set_aside
+from drafttrain.training.distributed import make_accelerator
+from drafttrain.training.metrics import MetricsLog
+from drafttrain.training.progress import ConsoleReporter, ProgressLine
+from drafttrain.training.trainer import Resume, Trainer, TrainParts, TrainResult
+
+FINAL, BEST = "draft", "best"
+"""Folders of a run: the draft after the last step, and the one with the longest acceptance measured."""
+
+
+def train_recipe(recipe: Recipe, resume: Resume, console: Console) -> TrainResult:
+    """Train what a recipe says, in its run folder.
+
+    Args:
+        recipe: validated.
+        resume: "auto" goes on from the newest whole checkpoint, "never" sets an earlier run aside, a path names one.
+        console: for the main rank's messages.
+
+    Raises:
+        UserError: see `build_run` and `Trainer.fit`.
+    """
+    if recipe.training.num_threads is not None:
+        torch.set_num_threads(recipe.training.num_threads)
+    accelerator = make_accelerator()
+    main = accelerator.is_main_process
+    folder = Path(recipe.run_folder)
+    report = ConsoleReporter(console, quiet=not main)
+    # The main rank writes data and features; the others then find them.
+    with accelerator.main_process_first():
+        parts = build_run(recipe, report)
+    provenance = collect_provenance(parts.target.identity.to_dict(), parts.data)
+    trainer = Trainer(
+        accelerator,
+        recipe.training,
+        TrainParts(parts.drafter, parts.objective, parts.source, parts.corpus.samples, parts.target.head()),
+        folder,
+        seed=recipe.training_seed,
+        fingerprint=parts.fingerprint(),
+        warn=report.say,
+    )
+    trainer.restore(resume)
+    listeners: list[Listener] = []
+    if main:
+        folder.mkdir(parents=True, exist_ok=True)
+        save_recipe(recipe, folder)
+        record_provenance(folder, provenance)
+        if resume == "never":
+            set_aside(folder / "metrics.jsonl")
+        listeners = _listeners(recipe, folder, trainer, console)
+        if trainer.state.step:
+            report.say(f"resuming after step {trainer.state.step}")
+        report.say(
+            f"training {trainer.total_steps} steps on {accelerator.num_processes} process(es), {accelerator.device}"
+        )
+
+    def save(name: str) -> None:
+        save_draft(
+            folder / name,
+            trainer.drafter,
+            target=parts.target.identity.to_dict(),
+            provenance={
+                **provenance,
+                "recipe": recipe.name,
+                "step": trainer.state.step,
+                "coverage": parts.coverage,
+            },
+            replace=True,
+        )
+
+    result = trainer.fit(
+        listeners,
+        measure=_measurement(recipe, parts),
+        measure_every=recipe.evaluation.every,
+        on_best=lambda: save(BEST),
+    )
+    if main and result.finished:
+        save(FINAL)
+        if not (folder / BEST).exists():
+            save(BEST)  # nothing was measured: the last draft is the best one known
+        report.say(f"the draft is in {folder / FINAL}")
+    accelerator.wait_for_everyone()
+    return result
+
+
+def resume_from(value: str) -> Resume:
+    """The command line's form: auto, never, or a checkpoint folder.
+
+    Raises:
+        RecipeError: a path that does not exist.
+    """
+    if value == "auto":
+        return "auto"
+    if value == "never":
+        return "never"
+    path = Path(value).expanduser()
+    if not path.is_dir():
+        raise RecipeError(
+            "no such checkpoint folder", where=path, remedy="--resume takes auto, never or a folder"
+        )
+    return path
+
+
+def _listeners(recipe: Recipe, folder: Path, trainer: Trainer, console: Console) -> list[Listener]:
+    found: list[Listener] = [
+        MetricsLog(folder / "metrics.jsonl", trainer.state.step),
+        ProgressLine(console, trainer.total_steps, trainer.state.step),
+    ]
+    if recipe.tracking.wandb != "off":
+        found.append(WandbTracker(recipe.tracking, recipe.name, folder, recipe.model_dump(mode="json")))
+    return found
+
+
+def _measurement(recipe: Recipe, parts: RunParts) -> EngineMeasurement | None:
+    if not parts.held_out:
+        return None
+    return EngineMeasurement(parts.target, parts.drafter, parts.held_out, recipe.evaluation, parts.stop_ids)
