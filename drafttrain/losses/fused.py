@@ -24,10 +24,15 @@ from torch.autograd.function import once_differentiable
 from drafttrain.losses.terms import Distribution, Rows, Term
 from drafttrain.modeling.head import Head
 
-# Logits in a chunk and in a block. On a CPU the block's temporaries should stay in the cache; on a GPU
-# kernels should be few.
-CHUNK_LOGITS = {"cpu": 2**24, "cuda": 2**26}
-BLOCK_LOGITS = {"cpu": 2**19, "cuda": 2**24}
+
+def chunk_logits(device: torch.device) -> int:
+    """Logits that may exist at a time: 32 MB in bf16 on a CPU, 128 MB elsewhere."""
+    return 2**24 if device.type == "cpu" else 2**26
+
+
+def block_logits(device: torch.device) -> int:
+    """Logits in one block of fp32 arithmetic: within a CPU's cache; elsewhere large, so that kernels are few."""
+    return 2**19 if device.type == "cpu" else 2**23
 
 
 @dataclass
@@ -132,7 +137,7 @@ class FusedLoss:
     def _chunks(self) -> list[tuple[int, int]]:
         """Ranges of labels whose rows of one group fit a chunk."""
         size = max(group.compute.weight.shape[0] for group in self.groups)
-        fit = CHUNK_LOGITS.get(self.labels.device.type, CHUNK_LOGITS["cuda"]) // size
+        fit = chunk_logits(self.labels.device) // size
         shared = max(len(group.depths) for group in self.groups)
         step = max(1, min(self.chunk_rows, fit) // shared)
         return [(start, min(start + step, len(self.labels))) for start in range(0, len(self.labels), step)]
@@ -147,7 +152,7 @@ class FusedLoss:
         offsets = [0]
         for part in taken:
             offsets.append(offsets[-1] + len(part))
-        block = max(1, BLOCK_LOGITS.get(x.device.type, BLOCK_LOGITS["cuda"]) // logits.shape[1])
+        block = max(1, block_logits(x.device) // logits.shape[1])
         for at in range(0, end - start, block):
             labels = slice(start + at, min(start + at + block, end))
             target = None

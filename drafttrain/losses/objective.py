@@ -11,7 +11,7 @@ from torch import Tensor
 
 from drafttrain.drafters.base import DepthOutput, DraftBatch
 from drafttrain.losses.config import FeatureTerm, LossConfig
-from drafttrain.losses.fused import CHUNK_LOGITS, FusedLoss, HeadGroup
+from drafttrain.losses.fused import FusedLoss, HeadGroup, chunk_logits
 from drafttrain.losses.supervision import supervised
 from drafttrain.losses.terms import Term, build_term, reads_mass, reads_target
 from drafttrain.modeling.head import Head
@@ -200,7 +200,7 @@ class Objective:
     ) -> tuple[Tensor, Tensor]:
         """Argmax and log-sum-exp of the target over its whole vocabulary, before labels `index`."""
         head = _cast(target_head, dtype)
-        fit = CHUNK_LOGITS.get(index.device.type, CHUNK_LOGITS["cuda"]) // head.weight.shape[0]
+        fit = chunk_logits(index.device) // head.weight.shape[0]
         top1, lse = [], []
         for part in torch.split(index, max(1, min(self.config.chunk_rows, fit))):
             logits = head(_before(batch, part, dtype))
