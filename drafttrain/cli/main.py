@@ -11,8 +11,8 @@ from types import ModuleType
 from drafttrain import __version__
 from drafttrain.errors import UserError
 
-# One module a command, in the order of the work. A module has `register(subparsers)`, which sets the parser's default
-# `run` to a function of the parsed arguments; it imports nothing heavy before that function is called.
+# One module a command, in the order of the work. A module has `register(subparsers)`, which sets the parser's
+# default `run` to a function of the parsed arguments; it imports nothing heavy before that is called.
 COMMANDS: tuple[ModuleType, ...] = ()
 
 

@@ -38,7 +38,11 @@ def _samples_fit_rows(data: DataConfig, training: TrainingConfig) -> Iterator[Pr
 
 
 def _answers_fit_samples(data: DataConfig) -> Iterator[Problem]:
-    if data.path is None and data.answers.source != "given" and data.answers.max_new_tokens >= data.max_length:
+    if (
+        data.path is None
+        and data.answers.source != "given"
+        and data.answers.max_new_tokens >= data.max_length
+    ):
         yield Problem(
             ("data", "answers", "max_new_tokens"),
             f"answers of {data.answers.max_new_tokens} tokens do not fit data.max_length {data.max_length}",
@@ -83,7 +87,7 @@ def _stores_hold_what_is_read(drafter: AnyDrafter, features: FeaturesConfig) -> 
     if isinstance(drafter, DraftLMConfig) and features.source == "offline":
         yield Problem(
             ("features", "source"),
-            "a draft LM reads tokens, not features: 'offline' would store states for its labels alone; use 'online'",
+            "a draft LM reads tokens, not features: a store would serve its labels alone; use 'online'",
         )
 
 

@@ -84,11 +84,13 @@ def parse_config(
 
 
 def save_recipe(recipe: Recipe, folder: str | Path) -> Path:
-    """Write the resolved recipe, every default spelt out, into a run's folder; it reloads to an equal recipe."""
+    """Write the resolved recipe, every default spelt out, into a run's folder; it reloads equal."""
     file = Path(folder) / RESOLVED
     values = recipe.model_dump(mode="json")
     with atomic_file(file) as partial:
-        partial.write_text("# The recipe of this run, with every default.\n" + dump_yaml(values), encoding="utf-8")
+        partial.write_text(
+            "# The recipe of this run, with every default.\n" + dump_yaml(values), encoding="utf-8"
+        )
     return file
 
 

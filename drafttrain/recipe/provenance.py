@@ -42,7 +42,7 @@ def collect_provenance(
     """What this launch ran with.
 
     Args:
-        target: the target's identity (`TargetIdentity.to_dict()`): name and hashes of weights, tokenizer, template.
+        target: `TargetIdentity.to_dict()`: name, and hashes of weights, tokenizer and template.
         data: name of each input -> its SHA-256; see `hash_files`.
         command: the command line, this process's own unless given.
     """

@@ -27,8 +27,8 @@ class Recipe(Config):
 
     Attributes:
         name: names the run and its folder.
-        seed: of the draft's initialisation, the order of samples and noise. Prompts and answers have seeds of their
-            own, so that runs with different seeds train on the same data.
+        seed: of the draft's initialisation, the order of samples and noise. Prompts and answers have seeds of
+            their own, so that runs with different seeds train on the same data.
         output_dir: the run's folder; `runs/<name>` unless given.
         target: the model that is drafted for; a name alone is enough.
         data: prompts, and where their answers come from.

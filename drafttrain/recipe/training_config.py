@@ -12,12 +12,12 @@ from drafttrain.config import Config
 class TrainingConfig(Config):
     """The optimisation of one run.
 
-    A *row* is what the model sees as one sequence: several packed samples or one padded sample. One optimiser step
-    sees `batch_rows * accumulation * ranks` rows.
+    A *row* is what the model sees as one sequence: several packed samples or one padded sample. One optimiser
+    step sees `batch_rows * accumulation * ranks` rows.
 
     Attributes:
-        epochs: passes over the training samples; may be fractional. Exactly one of `epochs` and `max_steps` is given.
-        max_steps: optimiser steps.
+        epochs: passes over the training samples; may be fractional.
+        max_steps: optimiser steps. Exactly one of `epochs` and `max_steps` is given.
         batch_rows: rows of a micro-batch on each rank.
         row_length: tokens of a packed row; the longest padded row.
         accumulation: micro-batches of one optimiser step.
@@ -25,7 +25,7 @@ class TrainingConfig(Config):
         min_lr: learning rate at the end of the decay.
         weight_decay: AdamW's decoupled decay, on matrices only.
         betas: AdamW's.
-        schedule: "wsd" (warm-up, stable, linear decay over the last `decay_fraction`), "cosine" or "constant".
+        schedule: "wsd" (warm-up, stable, linear decay over the last `decay_fraction`), "cosine", "constant".
         warmup: below 1 a share of all steps, from 1 on a number of steps.
         decay_fraction: share of all steps over which "wsd" decays.
         clip_norm: largest global gradient norm, None for no clipping.
@@ -74,9 +74,8 @@ class TrainingConfig(Config):
         if self.max_steps is not None and self.warmup >= 1 and self.warmup >= self.max_steps:
             problems.append(f"warmup of {self.warmup:g} steps leaves nothing of max_steps {self.max_steps}")
         if self.schedule == "wsd" and self.warmup < 1 and self.warmup + self.decay_fraction > 1:
-            problems.append(
-                f"warmup {self.warmup:g} and decay_fraction {self.decay_fraction:g} are more than the whole run"
-            )
+            together = f"warmup {self.warmup:g} and decay_fraction {self.decay_fraction:g}"
+            problems.append(f"{together} are more than the whole run")
         if problems:
             raise ValueError("; ".join(problems))
         return self

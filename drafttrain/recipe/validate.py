@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 from pydantic import TypeAdapter, ValidationError
+from pydantic_core import ErrorDetails
 
 from drafttrain.config import Config
 from drafttrain.recipe.problems import KeyPath, Problem, closest, dotted, show
@@ -17,6 +18,7 @@ from drafttrain.recipe.yaml_source import Source
 
 C = TypeVar("C", bound=Config)
 
+_INVALID = object()
 _EXPECTED = {
     "int_type": "an integer",
     "int_parsing": "an integer",
@@ -44,7 +46,10 @@ _BOUNDS = {
 
 @dataclass
 class Validated:
-    """Outcome of `validate`: the top-level sections that are whole, and everything that is wrong."""
+    """Outcome of `validate`: everything that is wrong, and the sections that are whole or were mended by a guess.
+
+    With problems, the sections are good for further checks only.
+    """
 
     sections: dict[str, Any] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
@@ -63,11 +68,11 @@ def validate(schema: type[Config], source: Source) -> Validated:
             else:
                 result.sections[name] = info.get_default(call_default_factory=True)
             continue
-        adapter: TypeAdapter[Any] = TypeAdapter(Annotated[info.annotation, info])
+        annotated: Any = Annotated[info.annotation, info]
+        adapter: TypeAdapter[Any] = TypeAdapter(annotated)
         problems, value = _validate_section(schema, adapter, source, name)
-        if problems:
-            result.problems += problems
-        else:
+        result.problems += problems
+        if value is not _INVALID:
             result.sections[name] = value
     return result
 
@@ -75,7 +80,7 @@ def validate(schema: type[Config], source: Source) -> Validated:
 def _validate_section(
     schema: type[Config], adapter: TypeAdapter[Any], source: Source, name: str
 ) -> tuple[list[Problem], Any]:
-    """Validate, then mend what is certain (misspelt and unknown keys) and look for what those hid."""
+    """Validate, then mend what can be guessed (misspelt keys and names) and look for what those hid."""
     section = json.loads(json.dumps(source.data[name]))
     found: dict[KeyPath, Problem] = {}
     for _ in range(3):
@@ -87,14 +92,12 @@ def _validate_section(
             for problem in _explain(schema, source, name, section, error):
                 found.setdefault(problem.path, problem)
             for details in error.errors(include_url=False, include_input=False):
-                if details["type"] == "extra_forbidden":
-                    path = _real_path(section, tuple(details["loc"]))
-                    mended |= _mend(schema, name, section, path)
+                mended |= _mend(schema, name, section, details)
             if not mended:
                 break
         else:
             return list(found.values()), value
-    return list(found.values()), None
+    return list(found.values()), _INVALID
 
 
 def _explain(
@@ -115,12 +118,13 @@ def _explain(
             case "union_tag_not_found":
                 yield Problem((*path, context["discriminator"].strip("'")), "missing", origin)
             case "union_tag_invalid":
-                known = [tag.strip("'") for tag in context["expected_tags"].split(", ")]
-                path = (*path, context["discriminator"].strip("'"))
-                message = f"got {show(context['tag'])}, expected one of {', '.join(known)}"
-                yield Problem(path, message + _suggest(context["tag"], known), source.origin(path))
+                tag, key, known = _tags(context)
+                message = f"got {show(tag)}, expected one of {', '.join(known)}{_suggest(tag, known)}"
+                yield Problem((*path, key), message, source.origin((*path, key)))
             case "literal_error":
-                choices = [choice.strip("'") for choice in context["expected"].replace(" or ", ", ").split(", ")]
+                choices = [
+                    choice.strip("'") for choice in context["expected"].replace(" or ", ", ").split(", ")
+                ]
                 message = f"{got}, expected {context['expected']}"
                 yield Problem(path, message + _suggest(details["input"], choices), origin)
             case "value_error" | "assertion_error":
@@ -143,9 +147,7 @@ def _real_path(section: Any, loc: tuple[str | int, ...], missing: bool = False) 
     path: list[str | int] = []
     value = section
     for position, step in enumerate(loc):
-        if isinstance(value, dict) and step in value:
-            value = value[step]
-        elif isinstance(value, list) and isinstance(step, int) and step < len(value):
+        if _holds(value, step):
             value = value[step]
         elif missing and position == len(loc) - 1:
             value = None
@@ -155,23 +157,42 @@ def _real_path(section: Any, loc: tuple[str | int, ...], missing: bool = False) 
     return tuple(path)
 
 
+def _holds(value: Any, step: str | int) -> bool:
+    if isinstance(value, dict):
+        return step in value
+    return isinstance(value, list) and isinstance(step, int) and step < len(value)
+
+
 def _value_at(value: Any, path: KeyPath) -> Any:
     for step in path:
         value = value[step]
     return value
 
 
-def _mend(schema: type[Config], name: str, section: Any, path: KeyPath) -> bool:
-    """Rename a misspelt key, or drop an unknown one, in place."""
-    if not path:
-        return False
-    owner = _value_at(section, path[:-1])
-    key = str(path[-1])
-    meant = closest(key, set(fields_at(schema, {name: section}, (name, *path[:-1]))) - set(owner))
-    value = owner.pop(key)
-    if meant is not None:
-        owner[meant] = value
-    return True
+def _mend(schema: type[Config], name: str, section: Any, details: ErrorDetails) -> bool:
+    """In place: rename a misspelt key, drop an unknown one, correct a misspelt discriminator. True if it did."""
+    path = _real_path(section, tuple(details["loc"]))
+    if details["type"] == "extra_forbidden":
+        owner = _value_at(section, path[:-1])
+        key = str(path[-1])
+        meant = closest(key, set(fields_at(schema, {name: section}, (name, *path[:-1]))) - set(owner))
+        value = owner.pop(key)
+        if meant is not None:
+            owner[meant] = value
+        return True
+    if details["type"] == "union_tag_invalid":
+        tag, key, known = _tags(details["ctx"])
+        meant = closest(tag, known)
+        if meant is not None:
+            _value_at(section, path)[key] = meant
+            return True
+    return False
+
+
+def _tags(context: dict[str, Any]) -> tuple[str, str, list[str]]:
+    """(what was given, the discriminating key, what is known) of a union that did not recognise its tag."""
+    known = [tag.strip("'") for tag in context["expected_tags"].split(", ")]
+    return str(context["tag"]), context["discriminator"].strip("'"), known
 
 
 def _suggest(word: Any, known: list[str]) -> str:
@@ -219,18 +240,21 @@ def _members(annotation: Any) -> list[Any]:
 
 
 def _models(annotation: Any, data: Any) -> list[type[Config]]:
-    """The config classes of an annotation, narrowed to those whose discriminating literals fit `data`."""
+    """The config classes of an annotation, narrowed by `data` to those whose discriminator fits."""
     models = [m for m in _members(annotation) if isinstance(m, type) and issubclass(m, Config)]
     if isinstance(data, dict) and len(models) > 1:
-        fitting = [m for m in models if all(data.get(k) == v for k, v in _literals(m))]
+        shared = set.intersection(*(set(_literals(model)) for model in models))
+        fitting = [m for m in models if any(data.get(key) in _literals(m)[key] for key in shared)]
         return fitting or models
     return models
 
 
-def _literals(model: type[Config]) -> Iterator[tuple[str, Any]]:
-    for name, info in model.model_fields.items():
-        if get_origin(info.annotation) is Literal and len(get_args(info.annotation)) == 1:
-            yield name, get_args(info.annotation)[0]
+def _literals(model: type[Config]) -> dict[str, tuple[Any, ...]]:
+    return {
+        name: get_args(info.annotation)
+        for name, info in model.model_fields.items()
+        if get_origin(info.annotation) is Literal
+    }
 
 
 def _all_paths(schema: type[Config], above: KeyPath = ()) -> Iterator[KeyPath]:

@@ -1,7 +1,7 @@
 """YAML into plain values that remember their lines, and `key=value` overrides on top.
 
-Scalars follow YAML 1.2: `off` and `no` are words, `1e-4` is a number, `010` is ten, dates are words. PyYAML's own
-rules (YAML 1.1) would turn `wandb: off` into False and `lr: 1e-4` into a string.
+Scalars follow YAML 1.2: `off` and `no` are words, `1e-4` is a number, `010` is ten, dates are words. PyYAML's
+own rules (YAML 1.1) would turn `wandb: off` into False and `lr: 1e-4` into a string.
 """
 
 from __future__ import annotations
@@ -42,10 +42,14 @@ class _Dumper(yaml.SafeDumper):
         super().increase_indent(flow, False)  # lists indented below their key
 
 
+def _integer(loader: Any, node: Any) -> int:
+    return int(loader.construct_scalar(node))
+
+
 for _tag, _pattern, _first in _SCALARS:
     for _side in (_Loader, _Dumper):
         _side.add_implicit_resolver(_tag, re.compile(f"^(?:{_pattern})$"), _first)
-_Loader.add_constructor(f"{_TAG}int", lambda loader, node: int(loader.construct_scalar(node)))
+_Loader.add_constructor(f"{_TAG}int", _integer)
 
 
 @dataclass
@@ -74,7 +78,7 @@ class Source:
 
 
 def parse_yaml(text: str, name: str) -> Source:
-    """Parse a YAML mapping. Raises `RecipeError` if it is not YAML; lesser faults are collected as problems."""
+    """Parse a YAML mapping. Raises RecipeError if it is not YAML; lesser faults become problems."""
     source = Source(name)
     root = _compose(text, name)
     if root is None:
@@ -90,7 +94,7 @@ def apply_overrides(
 ) -> None:
     """Apply `a.b.0.c=value` in order; values are YAML. What does not apply becomes a problem.
 
-    `shorthands` names top-level keys that may hold one string, and the key below them that the string stands for.
+    `shorthands` names top-level keys that may hold one string, and the key below them that it stands for.
     """
     for text in overrides:
         key, equals, value_text = text.partition("=")

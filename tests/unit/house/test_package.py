@@ -31,8 +31,13 @@ def python(*arguments: str, cwd: Path = ROOT, **environment: str) -> subprocess.
 def test_no_module_hides_one_of_the_library_or_of_a_dependency() -> None:
     """`accelerate launch drafttrain/train.py` puts the package's own folder on sys.path."""
     names = {path.stem for path in PACKAGE.iterdir() if path.suffix == ".py" or path.is_dir()}
-    everything = [*PROJECT["dependencies"], *(r for extra in PROJECT["optional-dependencies"].values() for r in extra)]
-    dependencies = {re.split(r"[^\w.-]", requirement)[0].replace("-", "_").lower() for requirement in everything}
+    everything = [
+        *PROJECT["dependencies"],
+        *(r for extra in PROJECT["optional-dependencies"].values() for r in extra),
+    ]
+    dependencies = {
+        re.split(r"[^\w.-]", requirement)[0].replace("-", "_").lower() for requirement in everything
+    }
     assert names.isdisjoint(sys.stdlib_module_names)
     assert names.isdisjoint(dependencies)
 
@@ -129,7 +134,9 @@ def test_the_readme_lists_the_commands() -> None:
     from drafttrain.cli.main import build_parser
 
     usage = build_parser().format_help()
-    documented = set(re.findall(r"^\| `drafttrain (\w+)", (ROOT / "README.md").read_text(encoding="utf-8"), re.M))
+    documented = set(
+        re.findall(r"^\| `drafttrain (\w+)", (ROOT / "README.md").read_text(encoding="utf-8"), re.M)
+    )
     available = set(re.findall(r"^    (\w+) ", usage, re.M))
     assert documented == available
 

@@ -82,7 +82,10 @@ def test_a_good_recipe_has_no_problems() -> None:
         (GOOD + "seed: '1'", 'seed (line 3): got "1", expected an integer'),
         (GOOD + "seed: true", "seed (line 3): got true, expected an integer"),
         (GOOD + "seed: 1.5", "seed (line 3): got 1.5, expected an integer"),
-        (GOOD + "training: {epochs: 1, packing: 1}", "training.packing (line 3): got 1, expected true or false"),
+        (
+            GOOD + "training: {epochs: 1, packing: 1}",
+            "training.packing (line 3): got 1, expected true or false",
+        ),
         (GOOD + "training: 5", "training (line 3): got 5, expected keys and values"),
         (GOOD + "terms: {name: ce}", 'terms (line 3): got {"name": "ce"}, expected a list'),
         (GOOD + "terms: [{weight: 1}]", "terms.0.name (line 3): missing"),
@@ -100,12 +103,18 @@ def test_a_good_recipe_has_no_problems() -> None:
             "name: x\ndrafter:\n  family: medusas",
             "drafter.family (line 3): got \"medusas\", expected one of eagle, medusa; did you mean 'medusa'?",
         ),
-        ("name: x\ndrafter: {family: eagle, dept: 3}", "drafter.dept (line 2): unknown key; did you mean 'depth'?"),
+        (
+            "name: x\ndrafter: {family: eagle, dept: 3}",
+            "drafter.dept (line 2): unknown key; did you mean 'depth'?",
+        ),
         (
             "name: x\ndrafter: {family: medusa, depth: 3}",
             "drafter.depth (line 2): unknown key; known here: family, num_heads",
         ),
-        ("name: x\ndrafter: {family: eagle, depth: 99}", "drafter.depth (line 2): got 99, must be at most 16"),
+        (
+            "name: x\ndrafter: {family: eagle, depth: 99}",
+            "drafter.depth (line 2): got 99, must be at most 16",
+        ),
         (
             "name: x\ndrafter:\n  family: eagle\n  taps:\n  - 2\n  - [3]",
             "drafter.taps.1 (line 6): got [3], expected an integer or a string",

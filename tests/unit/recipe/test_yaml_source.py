@@ -68,7 +68,11 @@ def test_an_alias_may_repeat_but_not_contain_itself() -> None:
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [("a: [1\nb: 2", r"r\.yaml: line \d: not valid YAML"), ("- 1", "expected keys and values"), ("\x00", "not valid")],
+    [
+        ("a: [1\nb: 2", r"r\.yaml: line \d: not valid YAML"),
+        ("- 1", "expected keys and values"),
+        ("\x00", "not valid"),
+    ],
 )
 def test_what_is_no_recipe_at_all(text: str, message: str) -> None:
     with pytest.raises(RecipeError, match=message):
@@ -86,7 +90,9 @@ def overridden(text: str, *overrides: str) -> Source:
 
 
 def test_overrides_reach_into_mappings_and_lists() -> None:
-    source = overridden("a: {b: [1, {c: 2}]}", "a.b.1.c=3e-4", "a.b.0=[x, y]", "new.deep=off", "z={k: 1}", "e=")
+    source = overridden(
+        "a: {b: [1, {c: 2}]}", "a.b.1.c=3e-4", "a.b.0=[x, y]", "new.deep=off", "z={k: 1}", "e="
+    )
     assert source.problems == []
     assert source.data == {
         "a": {"b": [["x", "y"], {"c": 3e-4}]},
@@ -133,11 +139,15 @@ _SCALAR = (
     | st.integers(-(10**12), 10**12)
     | st.floats(allow_nan=False)
     | st.text(st.characters(exclude_categories=["Cs", "Cc"]), max_size=20)
-    | st.sampled_from(["1e-3", "off", "010", "null", "", " a", "2026-01-01", "0x1f", "1:30", "+.inf", "-", "=", "<<"])
+    | st.sampled_from(
+        ["1e-3", "off", "010", "null", "", " a", "2026-01-01", "0x1f", "1:30", "+.inf", "-", "=", "<<"]
+    )
 )
 _KEY = st.text("abcdefgh_10", min_size=1, max_size=8)
 _VALUE = st.recursive(
-    _SCALAR, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(_KEY, inner, max_size=3), max_leaves=8
+    _SCALAR,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(_KEY, inner, max_size=3),
+    max_leaves=8,
 )
 
 

@@ -1,0 +1,223 @@
+"""From a recipe's `data` section to conversations on disk: collect the prompts once, answer them, resume.
+
+`drafttrain prompts`, `drafttrain regenerate` and a training run take the same steps into the same files, so each
+goes on from where another stopped.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from drafttrain.corpus.answers import (
+    AnswerSource,
+    Regenerated,
+    TargetAnswers,
+    read_answers,
+    regenerate,
+)
+from drafttrain.corpus.chat import ChatRenderer
+from drafttrain.corpus.config import PromptSource
+from drafttrain.corpus.openai_server import ServerAnswers
+from drafttrain.corpus.readers import collect_prompts, read_conversations, read_prompts, write_prompts
+from drafttrain.corpus.types import Conversation, Prompt, Reject, TokenGenerator
+from drafttrain.engine.generation import TargetGenerator
+from drafttrain.errors import DataError, UserError
+from drafttrain.files import atomic_file, find_resource, read_json, sha256_file, write_json
+from drafttrain.modeling.causal_lm import CausalLM
+from drafttrain.recipe.schema import Recipe
+
+Progress = Callable[[int, int], None]
+"""Called with (done, all) conversations."""
+
+
+@dataclass(frozen=True)
+class InProcess:
+    """The target as a writer of prompts and answers.
+
+    Attributes:
+        generator: continues token sequences.
+        context_length: positions the target has, None where it does not say.
+    """
+
+    generator: TokenGenerator
+    context_length: int | None = None
+
+    @staticmethod
+    def of(target: CausalLM, batch_size: int) -> InProcess:
+        """A loaded target on the bundled engine, `batch_size` sequences at a time."""
+        context = getattr(target.config, "max_position_embeddings", None)
+        return InProcess(TargetGenerator(target, batch_size), context)
+
+
+@dataclass(frozen=True)
+class ConversationFiles:
+    """Where a run keeps its data.
+
+    Attributes:
+        prompts: the collected prompts, one JSON object a line.
+        answers: the answered conversations.
+        rejects: rows that were refused, with reasons; absent if there are none.
+        unanswered: prompts that got no answer in the last attempt, with reasons; absent if there are none.
+        origin: what the prompts were collected from.
+    """
+
+    prompts: Path
+    answers: Path
+    rejects: Path
+    unanswered: Path
+    origin: Path
+
+    @staticmethod
+    def of(recipe: Recipe) -> ConversationFiles:
+        """Inside the run's folder."""
+        folder = Path(recipe.run_folder) / "data"
+        return ConversationFiles(
+            folder / "prompts.jsonl",
+            folder / "answers.jsonl",
+            folder / "rejects.jsonl",
+            folder / "unanswered.jsonl",
+            folder / "prompts.origin.json",
+        )
+
+
+def prepare_prompts(recipe: Recipe, chat: ChatRenderer, target: Callable[[], InProcess]) -> list[Prompt]:
+    """The recipe's prompts: from disk if collected from the same sources before, else collected and written.
+
+    Args:
+        target: called only if a source is `self`.
+
+    Raises:
+        DataError: a source that cannot be read, or a run folder whose prompts came from other sources.
+    """
+    files = ConversationFiles.of(recipe)
+    origin = _origin(recipe, chat)
+    if files.prompts.exists() and files.origin.exists():
+        if read_json(files.origin) == origin:
+            return read_prompts(PromptSource(source=str(files.prompts))).items
+        if files.answers.exists():
+            raise DataError(
+                "holds answers to prompts from other sources, or by another target",
+                where=files.answers.parent,
+                remedy="choose another output_dir, or remove that folder",
+            )
+    writes = any(source.source == "self" for source in recipe.data.prompts)
+    found = collect_prompts(recipe.data.prompts, chat=chat, generator=target().generator if writes else None)
+    write_prompts(files.prompts, found.items)
+    _write_rejects(files.rejects, found.rejects)
+    write_json(files.origin, origin)
+    return found.items
+
+
+def answer_prompts(
+    recipe: Recipe,
+    chat: ChatRenderer,
+    target: Callable[[], InProcess],
+    progress: Progress | None = None,
+) -> Regenerated:
+    """Answer the recipe's prompts into the run's folder; what is there already is kept.
+
+    Args:
+        target: called only if it has to write prompts or answers.
+    """
+    prompts = prepare_prompts(recipe, chat, target)
+    files = ConversationFiles.of(recipe)
+    report = regenerate(prompts, _answer_source(recipe, chat, target), files.answers, progress=progress)
+    _write_rejects(files.unanswered, report.rejects)
+    return report
+
+
+def prepare_conversations(
+    recipe: Recipe,
+    chat: ChatRenderer,
+    target: Callable[[], InProcess],
+    progress: Progress | None = None,
+) -> list[Conversation]:
+    """All conversations of a recipe: read where they are given, answered where they are not yet.
+
+    Raises:
+        DataError: nothing usable; see `prepare_prompts` and `regenerate`.
+    """
+    data = recipe.data
+    if data.path is not None:
+        return read_answers(_resource(data.path))
+    if data.answers.source == "given":
+        given = [read_conversations(source) for source in data.prompts]
+        _write_rejects(ConversationFiles.of(recipe).rejects, [r for found in given for r in found.rejects])
+        # Two files may count their rows alike.
+        return [
+            replace(conversation, id=f"{number}-{conversation.id}" if number else conversation.id)
+            for number, found in enumerate(given)
+            for conversation in found.items
+        ]
+    report = answer_prompts(recipe, chat, target, progress)
+    return read_answers(report.path)
+
+
+def data_hashes(recipe: Recipe) -> dict[str, str]:
+    """SHA-256 of each file that the run's data came from or went to, for its provenance."""
+    files = ConversationFiles.of(recipe)
+    named = [source.source for source in recipe.data.prompts if source.source != "self"]
+    if recipe.data.path is not None:
+        named.append(recipe.data.path)
+    paths = {name: path for name in named if (path := _local_file(name)) is not None}
+    paths |= {path.name: path for path in (files.prompts, files.answers) if path.exists()}
+    return {name: sha256_file(path) for name, path in paths.items()}
+
+
+def _answer_source(recipe: Recipe, chat: ChatRenderer, target: Callable[[], InProcess]) -> AnswerSource:
+    answers = recipe.data.answers
+    if answers.source == "server":
+        return ServerAnswers(answers)
+    if answers.source == "given":
+        raise DataError(
+            "the answers are given: there is nothing to regenerate",
+            where="data.answers.source",
+            remedy="use 'target' or 'server'",
+        )
+    writer = target()
+    return TargetAnswers(writer.generator, chat, answers, writer.context_length)
+
+
+def _origin(recipe: Recipe, chat: ChatRenderer) -> dict[str, Any]:
+    """Everything that decides the prompts; files by content."""
+    sources = []
+    for source in recipe.data.prompts:
+        described = source.model_dump(mode="json")
+        path = _local_file(source.source)
+        if path is not None:
+            described["sha256"] = sha256_file(path)
+        sources.append(described)
+    target = recipe.target.model_dump(mode="json", include={"model", "revision", "gguf_file", "tokenizer"})
+    return {
+        "sources": sources,
+        "target": target,
+        "template": chat.template_hash,
+        "tokenizer": chat.tokenizer_hash,
+    }
+
+
+def _local_file(name: str) -> Path | None:
+    try:
+        path = find_resource(name)
+    except UserError:
+        return None
+    return path if path.is_file() else None
+
+
+def _resource(name: str) -> Path:
+    try:
+        return find_resource(name)
+    except UserError as error:
+        raise DataError(error.what, where=error.where, remedy=error.remedy) from None
+
+
+def _write_rejects(path: Path, rejects: list[Reject]) -> None:
+    path.unlink(missing_ok=True)
+    if rejects:
+        with atomic_file(path) as partial:
+            lines = [json.dumps(reject.to_json(), ensure_ascii=False) + "\n" for reject in rejects]
+            partial.write_text("".join(lines), encoding="utf-8")
