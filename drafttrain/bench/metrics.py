@@ -102,9 +102,7 @@ def acceptance(records: Sequence[RoundRecord], *, samples: int = 2000, seed: int
         emitted=sum(emitted),
         tau=tau(records),
         tau_ci=ratio_interval(emitted, rounds, samples=samples, seed=seed),
-        tau_request_mean=sum(e / n for e, n in zip(emitted, rounds, strict=True)) / len(rounds)
-        if rounds
-        else None,
+        tau_request_mean=sum(e / n for e, n in zip(emitted, rounds, strict=True)) / len(rounds) if rounds else None,
         alpha=[_ratio(a, n) for a, n in zip(accepted, reached, strict=True)],
         per_position=[_ratio(a, n) for a, n in zip(accepted, offered, strict=True)],
         judged=reached,
@@ -122,9 +120,7 @@ def by_request(records: Iterable[RoundRecord]) -> dict[str, list[RoundRecord]]:
     return dict(groups)
 
 
-def by_category(
-    records: Iterable[RoundRecord], category_of: Mapping[str, str]
-) -> dict[str, list[RoundRecord]]:
+def by_category(records: Iterable[RoundRecord], category_of: Mapping[str, str]) -> dict[str, list[RoundRecord]]:
     """Records of each category, in the order of `category_of` (request id -> category)."""
     groups: dict[str, list[RoundRecord]] = {category: [] for category in category_of.values()}
     for record in records:

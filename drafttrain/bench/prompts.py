@@ -57,9 +57,7 @@ def load_prompts(source: str, prompt_format: PromptFormat = "auto") -> list[Eval
     path = bundled_humaneval() if source == "humaneval" else _resource(source)
     rows = list(_rows(path))
     if not rows:
-        raise DataError(
-            "holds no prompts", where=path, remedy="each line is one JSON object with id and turns"
-        )
+        raise DataError("holds no prompts", where=path, remedy="each line is one JSON object with id and turns")
     read = _READERS[prompt_format if prompt_format != "auto" else _detect([row for _, row in rows], path)]
     prompts: list[EvalPrompt] = []
     numbers: dict[str, int] = {}
@@ -70,9 +68,7 @@ def load_prompts(source: str, prompt_format: PromptFormat = "auto") -> list[Eval
             reason = f"no key {error}" if isinstance(error, KeyError) else str(error)
             raise DataError(f"line {number}: {reason}", where=path) from None
         if prompt.id in numbers:
-            raise DataError(
-                f"lines {numbers[prompt.id]} and {number} have the same id {prompt.id!r}", where=path
-            )
+            raise DataError(f"lines {numbers[prompt.id]} and {number} have the same id {prompt.id!r}", where=path)
         numbers[prompt.id] = number
         prompts.append(prompt)
     return prompts
@@ -176,9 +172,7 @@ def _humaneval(row: dict[str, Any]) -> EvalPrompt:
     prompt = row["prompt"]
     if not isinstance(prompt, str) or not prompt.strip():
         raise ValueError("prompt must be a non-empty string")
-    return EvalPrompt(
-        str(row["task_id"]), "humaneval", (_HUMANEVAL_INSTRUCTION.format(prompt=prompt.strip("\n")),)
-    )
+    return EvalPrompt(str(row["task_id"]), "humaneval", (_HUMANEVAL_INSTRUCTION.format(prompt=prompt.strip("\n")),))
 
 
 _READERS: dict[str, Callable[[dict[str, Any]], EvalPrompt]] = {

@@ -113,10 +113,7 @@ def run_suite(
 def settings(suite: SuiteConfig) -> list[Setting]:
     """Every combination, temperatures outermost: greedy results come first where they are asked for first."""
     return [
-        Setting(k, temperature, batch)
-        for temperature in suite.temperatures
-        for batch in suite.batch
-        for k in suite.k
+        Setting(k, temperature, batch) for temperature in suite.temperatures for batch in suite.batch for k in suite.k
     ]
 
 
@@ -174,9 +171,7 @@ class _Measurement:
             progress(str(self.setting), total, total)
         return self.logs
 
-    def _chunk(
-        self, chunk: Sequence[EvalPrompt], repeat: int, number: int, tell: Callable[[str], None] | None
-    ) -> None:
+    def _chunk(self, chunk: Sequence[EvalPrompt], repeat: int, number: int, tell: Callable[[str], None] | None) -> None:
         """All turns of some conversations, by every engine."""
         histories: dict[str, list[Message]] = {prompt.id: [] for prompt in chunk}
         order = rotated(list(self.engines), number + repeat, frozenset(self.learn))
@@ -319,16 +314,12 @@ class _Measurement:
         return texts
 
 
-def _longest(
-    target: TargetModel, suite: SuiteConfig, renderer: ChatRenderer, prompts: Sequence[EvalPrompt]
-) -> int:
+def _longest(target: TargetModel, suite: SuiteConfig, renderer: ChatRenderer, prompts: Sequence[EvalPrompt]) -> int:
     """Tokens that the longest conversation may take, at most the target's context."""
     longest = 0
     for prompt in prompts:
         first = len(renderer.prompt_ids([{"role": "user", "content": prompt.turns[0]}]))
-        later = sum(
-            len(renderer.encode(turn)) + _TEMPLATE_TOKENS + suite.max_new_tokens for turn in prompt.turns[1:]
-        )
+        later = sum(len(renderer.encode(turn)) + _TEMPLATE_TOKENS + suite.max_new_tokens for turn in prompt.turns[1:])
         longest = max(longest, first + later + suite.max_new_tokens)
     return min(longest, target.context)
 

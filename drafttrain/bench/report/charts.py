@@ -88,9 +88,7 @@ def tau_by_category(entries: Sequence[DraftResult], colours: Colours) -> str:
                 canvas.line(x(low), offset, x(high), offset, "whisker", f"stroke:{colour}")
             tip = f"{entry.draft}, {category}: {text.with_interval(acceptance.tau, acceptance.tau_ci)}"
             canvas.dot(x(acceptance.tau), offset, f"fill:{colour}", tip)
-    return canvas.render(
-        "Tau by category: " + "; ".join(f"{e.draft} {text.number(e.acceptance.tau)}" for e in drafts)
-    )
+    return canvas.render("Tau by category: " + "; ".join(f"{e.draft} {text.number(e.acceptance.tau)}" for e in drafts))
 
 
 def time_split(entries: Sequence[DraftResult], _: Colours) -> str:

@@ -91,8 +91,7 @@ def _cards(result: EvalResult) -> str:
     if exact is not None:
         cards.append(("unchanged", text.percent(exact.rate), f"of {exact.total} greedy answers"))
     cells = "".join(
-        f'<div class="card"><span>{escape(name)}</span><b>{escape(value)}</b>'
-        f"<span>{escape(unit)}</span></div>"
+        f'<div class="card"><span>{escape(name)}</span><b>{escape(value)}</b><span>{escape(unit)}</span></div>'
         for name, value, unit in cards
     )
     return f'<div class="cards">{cells}</div><p class="soft">{escape(first.draft)} at {first.setting}</p>'
@@ -168,9 +167,7 @@ def _about(result: EvalResult) -> str:
         "prompts": ", ".join(f"{name} {count}" for name, count in result.categories.items()),
     }
     known = "".join(f"<dt>{escape(name)}</dt><dd>{escape(value)}</dd>" for name, value in facts.items())
-    meant = "".join(
-        f"<dt>{escape(name)}</dt><dd>{escape(value)}</dd>" for name, value in _DEFINITIONS.items()
-    )
+    meant = "".join(f"<dt>{escape(name)}</dt><dd>{escape(value)}</dd>" for name, value in _DEFINITIONS.items())
     suite = escape(json.dumps(result.suite, indent=2, ensure_ascii=False))
     return (
         f"<h2>What the figures mean</h2><dl>{meant}</dl><h2>How it was measured</h2><dl>{known}</dl>"

@@ -38,9 +38,7 @@ class Canvas:
 
     def dot(self, x: float, y: float, style: str, tip: str = "", radius: float = 4) -> None:
         """A filled circle with a tooltip."""
-        self.parts.append(
-            f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{radius}"{_style(style)}>{_tip(tip)}</circle>'
-        )
+        self.parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{radius}"{_style(style)}>{_tip(tip)}</circle>')
 
     def text(self, x: float, y: float, content: str, css: str = "tick", anchor: Anchor = "start") -> None:
         """Text on a baseline at y."""

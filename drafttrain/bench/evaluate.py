@@ -1,0 +1,154 @@
+"""From a run's folder to a result: load target and draft, run the suite, write everything."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+from drafttrain.bench.leaderboard import rows_of, write_rows
+from drafttrain.bench.prompts import EvalPrompt
+from drafttrain.bench.report.html import render_html
+from drafttrain.bench.result import EvalResult
+from drafttrain.bench.runner import Contender, Progress, SuiteRun, run_suite
+from drafttrain.bench.suite import SuiteConfig
+from drafttrain.drafters.saving import META, check_target, load_draft
+from drafttrain.engine.proposers import NGramProposer, OracleProposer, build_proposer
+from drafttrain.engine.records import Completion
+from drafttrain.errors import RecipeError
+from drafttrain.files import atomic_file, write_json
+from drafttrain.recipe.load import load_recipe
+from drafttrain.recipe.provenance import git_revision, hardware, versions
+from drafttrain.recipe.schema import Recipe
+from drafttrain.targets.load import load_target
+from drafttrain.targets.model import TargetModel
+
+_TARGET = "target."
+
+
+@dataclass(frozen=True)
+class Written:
+    """Paths of what `write_result` wrote; `leaderboard` is None where no rows were wanted."""
+
+    result: Path
+    report: Path
+    records: Path
+    leaderboard: Path | None
+
+
+def evaluate(
+    run: str | Path,
+    suite: SuiteConfig,
+    overrides: Sequence[str] = (),
+    progress: Progress | None = None,
+) -> tuple[EvalResult, SuiteRun]:
+    """Run a suite.
+
+    Args:
+        run: a run's folder; a recipe will do where the suite's `drafts` do not include "run".
+        suite: what to run.
+        overrides: `target.key=value` of the recipe, such as `target.dtype=bfloat16`.
+        progress: told what is running.
+
+    Raises:
+        UserError: whatever is missing, foreign or does not fit, before anything is timed.
+    """
+    recipe = load_recipe(run, overrides)
+    prompts = suite.load_prompts()
+    folder = draft_folder(Path(run)) if "run" in suite.drafts else None
+    target = load_target(recipe.target)
+    contenders = [_contender(name, recipe, folder, target) for name in suite.drafts]
+    measured = run_suite(target, suite, prompts, contenders, progress)
+    return _result(recipe, suite, prompts, contenders, target, measured), measured
+
+
+def draft_folder(run: Path) -> Path:
+    """Where a run keeps its draft: in itself or in `draft/`."""
+    return run if (run / META).exists() else run / "draft"
+
+
+def split_overrides(overrides: Sequence[str]) -> tuple[list[str], list[str]]:
+    """(those of the suite, those of the recipe's target)."""
+    of_target = [text for text in overrides if text.startswith(_TARGET)]
+    return [text for text in overrides if not text.startswith(_TARGET)], of_target
+
+
+def write_result(result: EvalResult, run: SuiteRun, folder: Path, leaderboard: Path | None = None) -> Written:
+    """Write `result.json`, `report.html` and `records.jsonl` into `folder`, rows into `leaderboard`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    records = folder / "records.jsonl"
+    with atomic_file(records) as partial, partial.open("w", encoding="utf-8") as file:
+        for (setting, draft), rounds in run.records.items():
+            head = {"draft": draft, **asdict(setting)}
+            for record in rounds:
+                # A record's `batch` is the rows of its round, the setting's the most there may be.
+                file.write(json.dumps({**head, "max_batch": setting.batch, **asdict(record)}) + "\n")
+    write_json(folder / "result.json", result.to_json())
+    with atomic_file(folder / "report.html") as partial:
+        partial.write_text(render_html(result), encoding="utf-8")
+    rows = None
+    if leaderboard is not None:
+        rows = write_rows(leaderboard, f"{result.suite['name']}-{result.run or 'references'}", rows_of(result))
+    return Written(folder / "result.json", folder / "report.html", records, rows)
+
+
+def _contender(name: str, recipe: Recipe, folder: Path | None, target: TargetModel) -> Contender:
+    match name:
+        case "ngram":
+            return Contender("ngram", "ngram", NGramProposer())
+        case "oracle":
+            outputs: dict[str, Sequence[int]] = {}
+
+            def learn(completions: Sequence[Completion]) -> None:
+                outputs.update({completion.id: completion.tokens for completion in completions})
+
+            return Contender("oracle", "oracle", OracleProposer(outputs), learn)
+    if recipe.name in ("ngram", "oracle", "none"):
+        raise RecipeError(f"a run cannot be called {recipe.name}: that is the name of a reference")
+    assert folder is not None
+    drafter, meta = load_draft(folder, target.device, target.dtype)
+    check_target(meta, target.identity.to_dict(), where=folder)
+    drafter.bind(target.embedding_weight, target.head())
+    return Contender(recipe.name, meta.family, build_proposer(drafter, recipe.name))
+
+
+def _result(
+    recipe: Recipe,
+    suite: SuiteConfig,
+    prompts: Sequence[EvalPrompt],
+    contenders: Sequence[Contender],
+    target: TargetModel,
+    measured: SuiteRun,
+) -> EvalResult:
+    family = next((c.family for c in contenders if c.name == recipe.name), "")
+    categories: dict[str, int] = {}
+    for prompt in prompts:
+        categories[prompt.category] = categories.get(prompt.category, 0) + 1
+    revision = git_revision()
+    return EvalResult(
+        target=recipe.target.model,
+        run=recipe.name if family else "",
+        recipe=recipe.name,
+        family=family,
+        suite=suite.model_dump(mode="json"),
+        prompts=len(prompts),
+        categories=categories,
+        drafts=measured.drafts,
+        texts=measured.texts,
+        hardware=_machine(target),
+        versions=versions(),
+        commit="" if revision is None else revision["commit"] + ("-dirty" if revision["dirty"] else ""),
+        date=datetime.now(UTC).isoformat(timespec="seconds"),
+        notes=measured.notes,
+    )
+
+
+def _machine(target: TargetModel) -> str:
+    """What decoded, and in which dtype."""
+    found = hardware()
+    where = f"{found['cpu']} ({found['cores']} cores)"
+    if target.device.type == "cuda":
+        where = found["gpus"][target.device.index or 0]
+    return f"{where}, {str(target.dtype).removeprefix('torch.')}"

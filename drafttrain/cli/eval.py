@@ -1,0 +1,112 @@
+"""`drafttrain eval`: measure a run's draft, or show what was measured."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+_EPILOG = """examples:
+  drafttrain eval runs/quickstart --suite eval/suites/core.yaml
+  drafttrain eval runs/quickstart --suite eval/suites/core.yaml limit=16 temperatures=[0.0]
+  drafttrain eval runs/quickstart --suite eval/suites/humaneval.yaml target.dtype=bfloat16
+  drafttrain eval recipes/quickstart.yaml --suite eval/suites/core.yaml drafts=[ngram,oracle]
+  drafttrain eval --leaderboard
+"""
+
+
+def register(subparsers: Any) -> None:
+    """Add the command."""
+    parser = subparsers.add_parser(
+        "eval",
+        help="acceptance and speed-up of a draft, as a table, JSON and an HTML report",
+        description="Run a suite with a draft and without one, in turns, and compare.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "words",
+        nargs="*",
+        metavar="RUN | key=value",
+        help="a run's folder; overrides of the suite or of target.*",
+    )
+    parser.add_argument(
+        "--suite",
+        nargs="+",
+        metavar="SUITE",
+        help="a suite file, such as eval/suites/core.yaml; key=value may follow",
+    )
+    parser.add_argument("--out", type=Path, metavar="DIR", help="default: RUN/eval/<suite>")
+    parser.add_argument("--leaderboard", action="store_true", help="render the results in eval/leaderboard")
+    parser.add_argument("--leaderboard-dir", type=Path, metavar="DIR", help="another place for leaderboard rows")
+    parser.add_argument("--no-leaderboard", action="store_true", help="keep this result out of the leaderboard")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Evaluate, or render the leaderboard."""
+    from rich.console import Console
+
+    from drafttrain.errors import UserError
+
+    console = Console()
+    # argparse gives words behind an option to that option: all are sorted here, wherever they stood.
+    suite, *behind = arguments.suite or [None]
+    words = [*arguments.words, *behind]
+    runs, overrides = [w for w in words if "=" not in w], [w for w in words if "=" in w]
+    if arguments.leaderboard and not words and suite is None:
+        return _leaderboard(arguments, console)
+    usage = "drafttrain eval RUN --suite SUITE [key=value ...], or drafttrain eval --leaderboard"
+    if len(runs) != 1 or suite is None:
+        found = "no --suite" if len(runs) == 1 else f"{len(runs)} runs" if runs else "no run"
+        raise UserError(f"eval needs one run and a suite, got {found}", remedy=usage)
+    return _evaluate(arguments, runs[0], suite, overrides, console)
+
+
+def _leaderboard(arguments: argparse.Namespace, console: Console) -> int:
+    from drafttrain.bench.leaderboard import default_folder, leaderboard_table, read_rows, write_page
+
+    folder = arguments.leaderboard_dir or default_folder()
+    rows = read_rows(folder)
+    console.print(leaderboard_table(rows) if rows else f"no results in {folder}")
+    if rows:
+        console.print(f"page: {write_page(folder)}", soft_wrap=True)
+    return 0
+
+
+def _evaluate(arguments: argparse.Namespace, run: str, suite_file: str, overrides: list[str], console: Console) -> int:
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    from drafttrain.bench.evaluate import evaluate, split_overrides, write_result
+    from drafttrain.bench.leaderboard import default_folder
+    from drafttrain.bench.report.terminal import result_table
+    from drafttrain.bench.suite import load_suite
+
+    of_suite, of_target = split_overrides(overrides)
+    suite = load_suite(suite_file, of_suite)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("loading", total=None)
+
+        def show(what: str, done: int, total: int) -> None:
+            bar.update(task, description=what, completed=done, total=total)
+
+        result, measured = evaluate(run, suite, of_target, show)
+    folder = arguments.out or _default_out(Path(run), suite.name)
+    board = None if arguments.no_leaderboard else arguments.leaderboard_dir or default_folder()
+    written = write_result(result, measured, folder, board)
+    console.print(result_table(result))
+    console.print(f"report: {written.report}", soft_wrap=True)
+    console.print(f"result: {written.result}", soft_wrap=True)
+    if written.leaderboard is not None:
+        console.print(f"leaderboard rows: {written.leaderboard}", soft_wrap=True)
+    return 0
+
+
+def _default_out(run: Path, suite: str) -> Path:
+    """Beside the run, or below runs/ for a recipe that was not trained."""
+    folder = run if run.is_dir() else Path("runs") / run.stem
+    return folder / "eval" / suite
