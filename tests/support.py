@@ -43,7 +43,10 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "qwen2": ("Qwen2Config", {}),
-    "qwen2-window": ("Qwen2Config", {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 2}),
+    "qwen2-window": (
+        "Qwen2Config",
+        {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 2},
+    ),
     "qwen3": ("Qwen3Config", {"head_dim": 16}),
     "mistral": ("MistralConfig", {"sliding_window": None}),
     "mistral-window": ("MistralConfig", {"sliding_window": 6}),

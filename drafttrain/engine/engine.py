@@ -12,7 +12,7 @@ from torch import Tensor
 from drafttrain.engine.proposers.base import Proposer, Row
 from drafttrain.engine.records import Completion, Request, RoundRecord
 from drafttrain.engine.sampling import RowStreams
-from drafttrain.engine.verify import Proposal, verify_chain
+from drafttrain.engine.verify import Proposal, Verdict, verify_chain
 from drafttrain.errors import EngineError
 from drafttrain.modeling.causal_lm import CausalLM
 from drafttrain.modeling.taps import FeatureSpec
@@ -36,7 +36,13 @@ class Engine:
     """
 
     def __init__(
-        self, target: CausalLM, proposer: Proposer | None = None, *, k: int = 4, max_batch: int = 1, max_length: int = 2048
+        self,
+        target: CausalLM,
+        proposer: Proposer | None = None,
+        *,
+        k: int = 4,
+        max_batch: int = 1,
+        max_length: int = 2048,
     ) -> None:
         if proposer is not None and k < 1:
             raise EngineError(f"k is {k}", remedy="a draft proposes at least one token a round")
@@ -142,8 +148,11 @@ class Engine:
         self.cache.commit(lengths)
         last = out.final[torch.arange(len(new)), (lengths - 1).to(out.final.device)]
         logits = self.target.lm_head(last)[:, None]
-        empty = Proposal(torch.zeros(len(new), 0, dtype=torch.int64, device=logits.device), torch.zeros(len(new), dtype=torch.int64))
-        verdict = verify_chain(logits, empty, [r.request.sampling for r in new], [r.streams for r in new])
+        empty = Proposal(
+            torch.zeros(len(new), 0, dtype=torch.int64, device=logits.device),
+            torch.zeros(len(new), dtype=torch.int64),
+        )
+        verdict = self._verify(logits, empty, new)
         for row, token in zip(new, verdict.bonus.tolist(), strict=True):
             row.tokens.append(token)
             row.writers.append(0)
@@ -164,7 +173,7 @@ class Engine:
         self.cache.begin(len(rows), tokens.shape[1])
         out = self.target(tokens, cache=self.cache, taps=self.spec.taps)
         logits = self.target.lm_head(out.final)
-        verdict = verify_chain(logits, proposal, [r.request.sampling for r in rows], [r.streams for r in rows])
+        verdict = self._verify(logits, proposal, rows)
         self.cache.commit(verdict.accepted + 1)
         verified = self._now()
         emitted = [
@@ -186,8 +195,17 @@ class Engine:
         for row, proposed, accepted, count, reason in facts:
             self.records.append(
                 RoundRecord(
-                    row.request.id, row.request.turn, row.rounds, proposed, accepted, count, reason, len(facts),
-                    draft_s, verify_s, host_s,
+                    row.request.id,
+                    row.request.turn,
+                    row.rounds,
+                    proposed,
+                    accepted,
+                    count,
+                    reason,
+                    len(facts),
+                    draft_s,
+                    verify_s,
+                    host_s,
                 )
             )
             row.rounds += 1
@@ -203,6 +221,11 @@ class Engine:
         width = int(counts.max())
         q = None if proposal.q is None else proposal.q[:, :width]
         return Proposal(proposal.tokens[:, :width], counts, q, proposal.vocab_map)
+
+    @staticmethod
+    def _verify(logits: Tensor, proposal: Proposal, rows: list[Row]) -> Verdict:
+        generators = [None if row.streams is None else row.streams.verdict(len(row.tokens)) for row in rows]
+        return verify_chain(logits, proposal, [row.request.sampling for row in rows], generators)
 
     def _roots(self, rows: list[Row]) -> Tensor:
         return torch.tensor([[row.tokens[-1]] for row in rows], device=self.target.device)

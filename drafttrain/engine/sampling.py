@@ -39,16 +39,27 @@ class SamplingParams:
 
 class RowStreams:
     """Independent random streams of one request: what the draft proposes must not be correlated with what decides
-    about it (a shared stream biases the residual, which shows on narrow vocabularies only)."""
+    about it (a shared stream biases the residual, which shows on narrow vocabularies only).
+
+    A stream is restarted at each round from the place in the row, so that what a request draws does not depend on
+    the requests it is batched with.
+    """
 
     def __init__(self, seed: int, request: str) -> None:
         digest = hashlib.sha256(f"{seed}/{request}".encode()).digest()
-        self.proposal = _generator(digest[:8])
-        self.verdict = _generator(digest[8:16])
+        self._proposal, self._verdict = (int.from_bytes(digest[i : i + 8], "little") for i in (0, 8))
+
+    def proposal(self, place: int) -> torch.Generator:
+        """For the draft's tokens of the round that starts with `place` tokens in the row."""
+        return _generator(self._proposal, place)
+
+    def verdict(self, place: int) -> torch.Generator:
+        """For the decisions and the target's tokens of that round."""
+        return _generator(self._verdict, place)
 
 
-def _generator(seed: bytes) -> torch.Generator:
-    return torch.Generator().manual_seed(int.from_bytes(seed, "little") >> 1)
+def _generator(base: int, place: int) -> torch.Generator:
+    return torch.Generator().manual_seed((base + place * 0x9E3779B97F4A7C15) % 2**63)
 
 
 def uniforms(generators: Sequence[torch.Generator | None], count: int) -> Tensor:

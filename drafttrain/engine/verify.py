@@ -1,4 +1,4 @@
-"""Which draft tokens the target keeps, and the token it adds. Lossless: outputs follow the target's distribution."""
+"""Which draft tokens the target keeps, and the token it adds. Outputs follow the target's distribution exactly."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from drafttrain.engine.sampling import RowStreams, SamplingParams, draw, probabilities, uniforms
+from drafttrain.engine.sampling import SamplingParams, draw, probabilities, uniforms
 from drafttrain.modeling.vocab_map import VocabMap
 
 
@@ -39,19 +39,21 @@ class Verdict:
 
 
 def verify_chain(
-    logits: Tensor, proposal: Proposal, params: Sequence[SamplingParams], streams: Sequence[RowStreams | None]
+    logits: Tensor,
+    proposal: Proposal,
+    params: Sequence[SamplingParams],
+    generators: Sequence[torch.Generator | None],
 ) -> Verdict:
     """Check chains against the target.
 
     Args:
         logits: [n, K+1, V], the target's logits after the root and after each draft token.
         proposal: the chains.
-        params, streams: one a row.
+        params, generators: one a row; a greedy row needs no generator.
     """
     if all(p.greedy for p in params):
         return _match(logits.argmax(-1), proposal)
     p = probabilities(logits, params)
-    generators = [None if s is None else s.verdict for s in streams]
     if proposal.q is None:
         # y ~ p at each node; walk on while y equals the draft's token: lossless without further argument.
         chosen = draw(p, uniforms(generators, p.shape[1]))
@@ -77,7 +79,8 @@ def _reject(p: Tensor, proposal: Proposal, uniform: Tensor) -> Verdict:
     q_x = q.gather(2, own[..., None])[..., 0].double()
     p_x = p[:, :length].gather(2, tokens[..., None])[..., 0].double()
     # accept x with probability min(1, p(x) / q(x))
-    keeps = (uniform[:, :length].to(p.device) * q_x < p_x) & inside
+    # The first uniform is the last decision's: its place must not depend on how long other rows' chains are.
+    keeps = (uniform[:, 1:].to(p.device) * q_x < p_x) & inside
     accepted = keeps.long().cumprod(1).sum(1)
     target = p.gather(1, accepted[:, None, None].expand(-1, 1, p.shape[2]))[:, 0]
     refused = (accepted < proposal.counts.to(p.device)).nonzero()[:, 0]
@@ -88,4 +91,4 @@ def _reject(p: Tensor, proposal: Proposal, uniform: Tensor) -> Verdict:
         # p = q up to rounding leaves nothing: then a rejection has probability zero and p itself is right.
         empty = residual.sum(-1, keepdim=True) <= 0
         target[refused] = torch.where(empty, target[refused], residual)
-    return Verdict(accepted.cpu(), draw(target, uniform[:, length]))
+    return Verdict(accepted.cpu(), draw(target, uniform[:, 0]))

@@ -12,9 +12,7 @@ from transformers import AttentionInterface
 ATTENTION_NAME = "drafttrain"
 
 
-def attend(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, softcap: float | None = None
-) -> Tensor:
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, softcap: float | None = None) -> Tensor:
     """Grouped-query attention.
 
     Args:
@@ -44,9 +42,7 @@ def attend(
     return out.reshape(batch, q_heads, n_new, v.shape[-1])
 
 
-def _attend_softcapped(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, softcap: float
-) -> Tensor:
+def _attend_softcapped(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, softcap: float) -> Tensor:
     group = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
     scores = softcap * torch.tanh(q @ k.transpose(-1, -2) * (scale / softcap))

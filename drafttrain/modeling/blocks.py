@@ -74,9 +74,7 @@ class SelfAttention(nn.Module):
 
     def pack(self, dtype: torch.dtype) -> Tensor:
         """q, k and v as one matrix [(Hq + 2 Hkv) * D, in_features]."""
-        return torch.cat(
-            [self.q_proj.weight.to(dtype), self.k_proj.weight.to(dtype), self.v_proj.weight.to(dtype)]
-        )
+        return torch.cat([self.q_proj.weight.to(dtype), self.k_proj.weight.to(dtype), self.v_proj.weight.to(dtype)])
 
     def split(self, qkv: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Packed [B, T, (Hq + 2 Hkv) * D] -> rotated q [B, Hq, T, D], rotated k and v [B, Hkv, T, D]."""
@@ -162,9 +160,7 @@ class Rotary(nn.Module):
             )
             inv_freq, self.factor = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
         else:
-            raise ValueError(
-                f"rotary scaling {kind!r} is not one of default, {', '.join(ROPE_INIT_FUNCTIONS)}"
-            )
+            raise ValueError(f"rotary scaling {kind!r} is not one of default, {', '.join(ROPE_INIT_FUNCTIONS)}")
         self.register_buffer("inv_freq", inv_freq.to(device), persistent=False)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Rotary:

@@ -81,7 +81,12 @@ class CausalLM(nn.Module):
         if scale is None:
             divisor = getattr(self.config, "logits_scaling", None)  # Granite divides
             scale = 1.0 if divisor is None else 1.0 / divisor
-        return Head(weight, getattr(module, "bias", None), getattr(self.config, "final_logit_softcapping", None), scale)
+        return Head(
+            weight,
+            getattr(module, "bias", None),
+            getattr(self.config, "final_logit_softcapping", None),
+            scale,
+        )
 
     def lm_head(self, features: Tensor) -> Tensor:
         """final features [..., H] -> logits [..., V]."""
@@ -100,7 +105,9 @@ class CausalLM(nn.Module):
     def new_cache(self, rows: int, length: int) -> StaticKVCache:
         """A cache for `rows` rows of up to `length` tokens, in this model's dtype and device."""
         config = self.config
-        heads = config.num_key_value_heads if getattr(config, "num_key_value_heads", None) else config.num_attention_heads
+        heads = (
+            config.num_key_value_heads if getattr(config, "num_key_value_heads", None) else config.num_attention_heads
+        )
         dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         return StaticKVCache(self.n_layers, heads, dim, rows, length, self.dtype, self.device)
 
@@ -120,7 +127,9 @@ class CausalLM(nn.Module):
             taps: states to return besides the final one.
         """
         if positions is None:
-            positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids) if cache is None else cache.positions()
+            positions = (
+                torch.arange(ids.shape[1], device=ids.device).expand_as(ids) if cache is None else cache.positions()
+            )
         kwargs: dict[str, Any] = {}
         if cache is not None:
             kwargs[self._cache_argument] = cache
@@ -128,7 +137,11 @@ class CausalLM(nn.Module):
         self._captured, self._wanted = {}, frozenset(taps)
         try:
             output = self.body(
-                input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=cache is not None, **kwargs
+                input_ids=ids,
+                attention_mask=mask,
+                position_ids=positions,
+                use_cache=cache is not None,
+                **kwargs,
             )
             captured = self._captured
         finally:

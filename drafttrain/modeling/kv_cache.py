@@ -55,13 +55,15 @@ class StaticKVCache(Cache):
         """Memory held, in bytes."""
         return sum(t.numel() * t.element_size() for t in (*self.k, *self.v))
 
-    def begin(self, n_rows: int, n_new: int, tail_mask: Tensor | None = None, first_row: int = 0, offset: int = 0) -> None:
+    def begin(
+        self, n_rows: int, n_new: int, tail_mask: Tensor | None = None, first_row: int = 0, offset: int = 0
+    ) -> None:
         """Announce a forward of `n_new` tokens on each of rows first_row .. first_row + n_rows - 1.
 
         Args:
             n_rows: rows taking part.
             n_new: new tokens a row, written at lengths[b] + offset.
-            tail_mask: bool [n_new, n_new] or [n_rows, n_new, n_new]: which new token sees which (a tree); None = causal.
+            tail_mask: bool [n_new, n_new] or [n_rows, n_new, n_new]: which sees which (a tree); None = causal.
             first_row: first of the rows.
             offset: uncommitted tokens already written behind each row's length and visible to the new ones.
         """
@@ -87,7 +89,7 @@ class StaticKVCache(Cache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Write the new keys and values [n_rows, Hkv, n_new, D]; return all that may be visible [n_rows, Hkv, S, D]."""
+        """Write new keys and values [n_rows, Hkv, n_new, D]; return all that may be visible [n_rows, Hkv, S, D]."""
         rows = slice(self._first, self._first + self._n_rows)
         k, v = self.k[layer_idx][rows], self.v[layer_idx][rows]
         if self._slots is None:
@@ -111,7 +113,9 @@ class StaticKVCache(Cache):
         return self._masks[window]
 
     def _build_mask(self, window: int | None) -> Tensor | None:
-        if self._n_new == 1 and self._slots is None and (window is None or self._visible <= window):
+        plain = self._slots is None and self._tail is None and (window is None or self._visible <= window)
+        # One new token sees all; a prefill from the start is plain causal, which SDPA does without a mask.
+        if plain and (self._n_new == 1 or self._start == 0):
             return None
         lengths = self.lengths[self._first : self._first + self._n_rows] + self._offset
         column = torch.arange(self._visible)

@@ -39,17 +39,13 @@ class VocabMap:
         inside = bool(ids.numel()) and int(ids.min()) >= 0 and int(ids.max()) < self.vocab_size
         if not inside or torch.unique(ids).numel() != ids.numel():
             if looks_absolute(self.d2t, self.t2d):
-                raise ValueError(
-                    "d2t holds absolute target ids; it must hold offsets: target id = i + d2t[i]"
-                )
+                raise ValueError("d2t holds absolute target ids; it must hold offsets: target id = i + d2t[i]")
             raise ValueError(f"d2t is no map into {self.vocab_size} target ids: out of range or repeated ids")
         mask = torch.zeros_like(self.t2d)
         mask[ids] = True
         if not torch.equal(mask, self.t2d):
             if looks_absolute(self.d2t, self.t2d):
-                raise ValueError(
-                    "d2t holds absolute target ids; it must hold offsets: target id = i + d2t[i]"
-                )
+                raise ValueError("d2t holds absolute target ids; it must hold offsets: target id = i + d2t[i]")
             raise ValueError("d2t and t2d name different sets of target ids")
 
     @staticmethod
@@ -88,13 +84,9 @@ class VocabMap:
         usable = min(vocab_size, tokenizer_size if tokenizer_size is not None else vocab_size)
         must = sorted(set(always))
         if not 0 < size <= vocab_size:
-            raise ValueError(
-                f"a draft vocabulary of {size} is impossible: the target has {vocab_size} tokens"
-            )
+            raise ValueError(f"a draft vocabulary of {size} is impossible: the target has {vocab_size} tokens")
         if any(not 0 <= token < usable for token in must):
-            raise ValueError(
-                f"token ids {[t for t in must if not 0 <= t < usable]} are outside the tokenizer"
-            )
+            raise ValueError(f"token ids {[t for t in must if not 0 <= t < usable]} are outside the tokenizer")
         size = min(size, usable)
         if len(must) > size:
             raise ValueError(f"{len(must)} tokens must be in a draft vocabulary of {size}: make it larger")

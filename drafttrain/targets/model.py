@@ -33,7 +33,7 @@ class TargetModel(CausalLM):
 
     def train(self, mode: bool = True) -> TargetModel:
         """A frozen target stays in eval mode."""
-        return super().train(False)  # type: ignore[return-value]
+        return super().train(False)
 
     @torch.inference_mode()
     def _prove_head(self) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.support import RAGGED_PROMPTS, tiny_target
 
 from drafttrain.drafters.build import build_drafter, init_from_target, new_vocab_map
 from drafttrain.drafters.eagle.config import Eagle1Config, Eagle3Config
@@ -15,6 +14,7 @@ from drafttrain.engine.engine import Engine
 from drafttrain.engine.proposers import NGramProposer, OracleProposer, Proposer, build_proposer
 from drafttrain.engine.records import Completion, Request
 from drafttrain.modeling.causal_lm import CausalLM
+from tests.support import RAGGED_PROMPTS, tiny_target
 
 CONFIGS: dict[str, DrafterConfig] = {
     "eagle3": Eagle3Config(family="eagle3"),
@@ -93,9 +93,7 @@ def test_architectures(kind: str, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["draft_lm-perfect", "oracle", "eagle3", "medusa"])
-def test_a_stop_token_inside_an_accepted_prefix_ends_the_output_there(
-    name: str
-) -> None:
+def test_a_stop_token_inside_an_accepted_prefix_ends_the_output_there(name: str) -> None:
     target = tiny_target("llama")
     free = _plain(target, _requests())
     stop = frozenset({free[0].tokens[7], free[3].tokens[2]})
@@ -109,4 +107,3 @@ def test_a_stop_token_inside_an_accepted_prefix_ends_the_output_there(
         mine = [r for r in engine.records if r.request == completion.id]
         assert 1 + sum(r.emitted for r in mine) == len(completion.tokens) == len(completion.writers)
         assert not stop & set(completion.tokens[:-1])
-

@@ -52,13 +52,13 @@ class Proposer(ABC):
     def propose(self, rows: Sequence[Row], k: int) -> Proposal:
         """Up to k tokens behind each row's root."""
 
-    def reserve(self, rows: int, length: int) -> None:
+    def reserve(self, rows: int, length: int) -> None:  # noqa: B027 (stateless drafts do nothing)
         """Allocate for `rows` rows of up to `length` tokens."""
 
-    def admit(self, first_row: int, rows: Sequence[Row], features: dict[Tap, Tensor]) -> None:
+    def admit(self, first_row: int, rows: Sequence[Row], features: dict[Tap, Tensor]) -> None:  # noqa: B027
         """Rows join at first_row ..; features: the prompt's, [m, L, H] a tap, right-padded."""
 
-    def observe(self, rows: Sequence[Row], features: dict[Tap, Tensor], accepted: Tensor) -> None:
+    def observe(self, rows: Sequence[Row], features: dict[Tap, Tensor], accepted: Tensor) -> None:  # noqa: B027
         """After a round. `rows` hold the accepted tokens and the new root already.
 
         Args:
@@ -66,7 +66,7 @@ class Proposer(ABC):
             accepted: int64 [n] on the CPU.
         """
 
-    def move_row(self, source: int, destination: int) -> None:
+    def move_row(self, source: int, destination: int) -> None:  # noqa: B027
         """Row `source` takes the place of `destination`."""
 
     def memory_bytes(self) -> int:

@@ -25,7 +25,7 @@ class Chooser:
     def __init__(self, rows: Sequence[Row], vocab_map: VocabMap) -> None:
         self.params = [row.request.sampling for row in rows]
         self.sampled = not all(p.greedy for p in self.params)
-        self.streams = [None if row.streams is None else row.streams.proposal for row in rows]
+        self.generators = [None if row.streams is None else row.streams.proposal(len(row.tokens)) for row in rows]
         self.vocab_map = vocab_map
         self.tokens: list[Tensor] = []
         self.q: list[Tensor] = []
@@ -34,7 +34,7 @@ class Chooser:
         """logits [n, Vd] -> target ids int64 [n]."""
         if self.sampled:
             q = probabilities(logits, self.params)
-            chosen = draw(q, uniforms(self.streams, 1)[:, 0])
+            chosen = draw(q, uniforms(self.generators, 1)[:, 0])
             self.q.append(q)
         else:
             chosen = logits.argmax(-1)

@@ -48,9 +48,7 @@ class EagleProposer(Proposer):
         """Make the slots of the root and the accepted tokens, this time from the target's features."""
         self._extend(0, rows, features, accepted + 1)
 
-    def _extend(
-        self, first: int, rows: Sequence[Row], features: dict[Tap, Tensor], counts: Tensor
-    ) -> None:
+    def _extend(self, first: int, rows: Sequence[Row], features: dict[Tap, Tensor], counts: Tensor) -> None:
         longest = int(counts.max())
         device = self._cache.device
         tokens = torch.zeros(len(rows), longest, dtype=torch.int64)
@@ -65,9 +63,9 @@ class EagleProposer(Proposer):
         out = self.drafter.step(DraftInputs(tokens.to(device), self._cache.positions(), joined), self._cache)
         self._cache.commit(counts)
         assert out.hidden is not None
-        index, last = torch.arange(len(rows), device=device), (counts - 1).to(device)
-        self._hidden[first : first + len(rows)] = out.hidden[index, last]
-        self._readout[first : first + len(rows)] = out.readout[index, last]
+        each, last = torch.arange(len(rows), device=device), (counts - 1).to(device)
+        self._hidden[first : first + len(rows)] = out.hidden[each, last]
+        self._readout[first : first + len(rows)] = out.readout[each, last]
 
     def propose(self, rows: Sequence[Row], k: int) -> Proposal:
         """k recurrent steps."""
