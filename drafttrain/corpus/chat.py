@@ -288,11 +288,10 @@ class ChatRenderer:
 
 
 def _untrimmed(tokenizer: Tokenizer) -> Tokenizer:
-    """A tokenizer whose offsets cover white space.
+    """A copy whose offsets cover the spaces of a token, as byte-level post-processors (Llama 3) do not.
 
-    Byte-level post-processors with `trim_offsets` (Llama 3) report a newline as an empty range behind it,
-    which would move the header's newline into the answer. Nothing else is lost but special tokens, and the
-    template writes those. A copy, because transformers leaves its last truncation in the original.
+    Nothing else is lost but the special tokens that a post-processor adds, and templates write their own.
+    A copy, because transformers leaves the truncation of its last call in the original.
     """
     state = json.loads(tokenizer.to_str())
     state["post_processor"] = state["truncation"] = state["padding"] = None
