@@ -9,20 +9,17 @@ from drafttrain.drafters.base import DraftBatch, Drafter, DraftInputs
 from drafttrain.drafters.build import build_drafter, init_from_target
 from drafttrain.drafters.registry import DrafterConfig
 from drafttrain.modeling.causal_lm import CausalLM
-from drafttrain.modeling.head import Head
 from drafttrain.modeling.kv_cache import StaticKVCache
 from drafttrain.modeling.taps import Tap
 from drafttrain.modeling.vocab_map import VocabMap
 from tests.support import VOCAB, tiny_target
 
 # Packed with a short one first, alone with padding behind, and filling the row.
-ROWS = [[4, 9, 5], [13], [20]]
+ROWS = [[5, 9, 5], [13], [20]]
 LENGTH = 20
 
 
-def new_draft(
-    config: DrafterConfig, target: CausalLM, seed: int = 0, vocab_map: VocabMap | None = None
-) -> Drafter:
+def new_draft(config: DrafterConfig, target: CausalLM, seed: int = 0, vocab_map: VocabMap | None = None) -> Drafter:
     """A draft bound to `target`, its weights spread so far that every part matters."""
     torch.manual_seed(seed)
     draft = build_drafter(config, target.config, vocab_map)
@@ -33,7 +30,7 @@ def new_draft(
                 weight.add_(0.3 * torch.randn_like(weight))
             elif "lm_head" not in name and "embed" not in name and draft.family != "draft_lm":
                 weight.add_(0.2 * torch.randn_like(weight))
-    return draft.eval()
+    return draft.to(target.dtype).eval()
 
 
 def documents(seed: int = 0, rows: list[list[int]] | None = None) -> list[list[Tensor]]:
@@ -58,7 +55,7 @@ def packed(target: CausalLM, docs: list[list[Tensor]], taps: tuple[Tap, ...], le
         positions=torch.zeros(count, length, dtype=torch.int64),
         segments=torch.full((count, length), -1),
         spans=torch.zeros(count, length, dtype=torch.int64),
-        features={tap: torch.full((count, length, target.hidden_size), 3.0) for tap in wanted},
+        features={tap: torch.full((count, length, target.hidden_size), 3.0, dtype=target.dtype) for tap in wanted},
     )
     for row, parts in enumerate(docs):
         start = 0
@@ -75,9 +72,7 @@ def packed(target: CausalLM, docs: list[list[Tensor]], taps: tuple[Tap, ...], le
 
 
 @torch.no_grad()
-def serve_chains(
-    draft: Drafter, target: CausalLM, docs: list[Tensor], ends: list[int], depths: int
-) -> list[Tensor]:
+def serve_chains(draft: Drafter, target: CausalLM, docs: list[Tensor], ends: list[int], depths: int) -> list[Tensor]:
     """Draft as the engine does, all documents in one ragged cache.
 
     Document i is prefilled up to slot ends[i]; deeper steps are fed with its own next tokens.
@@ -93,7 +88,7 @@ def serve_chains(
     tokens = torch.full((len(docs), longest), 5)
     taps = draft.feature_spec.taps
     width = sum(target.hidden_size for _ in taps)
-    features = torch.full((len(docs), longest, width), -2.0)
+    features = torch.full((len(docs), longest, width), -2.0, dtype=target.dtype)
     for row, (ids, end) in enumerate(zip(docs, ends, strict=True)):
         found = features_of(target, ids, taps)
         tokens[row, : end + 1] = ids[1 : end + 2]
@@ -117,8 +112,3 @@ def serve_chains(
 def plain_target(seed: int = 0, **changes: object) -> CausalLM:
     """A tiny Llama with six blocks, so that the default taps differ."""
     return tiny_target("llama", seed, num_hidden_layers=6, **changes)
-
-
-def head_of(target: CausalLM) -> Head:
-    """The target's head."""
-    return target.head()
