@@ -69,9 +69,7 @@ class TargetAnswers:
     @property
     def identity(self) -> dict[str, Any]:
         """Sampling, template and tokenizer."""
-        sampling = self.config.model_dump(
-            include={"source", "max_new_tokens", "temperature", "top_p", "top_k", "seed"}
-        )
+        sampling = self.config.model_dump(include={"source", "max_new_tokens", "temperature", "top_p", "top_k", "seed"})
         return {**sampling, "template": self.chat.template_hash, "tokenizer": self.chat.tokenizer_hash}
 
     def answer(self, questions: Sequence[Question]) -> Iterator[tuple[int, Answer | Failure]]:
@@ -142,9 +140,7 @@ class _Open:
         return False
 
     def close(self) -> Conversation:
-        return Conversation(
-            self.prompt.id, self.messages, self.prompt.tools, self.prompt.meta, tuple(self.cut)
-        )
+        return Conversation(self.prompt.id, self.messages, self.prompt.tools, self.prompt.meta, tuple(self.cut))
 
 
 def regenerate(
@@ -207,9 +203,7 @@ def read_answers(path: str | Path) -> list[Conversation]:
     """Conversations that `regenerate` wrote. A torn last line, left by a kill, is passed over."""
     source = Path(path)
     if not source.is_file():
-        raise DataError(
-            "no such file", where=source, remedy="answer the prompts first: drafttrain regenerate"
-        )
+        raise DataError("no such file", where=source, remedy="answer the prompts first: drafttrain regenerate")
     conversations = []
     for number, line in enumerate(source.read_bytes().splitlines(keepends=True), 1):
         if not line.strip():
@@ -234,18 +228,14 @@ def _lock(file: IO[bytes], path: Path) -> None:
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        raise DataError(
-            "another run is writing to this file", where=path, remedy="wait for it or stop it"
-        ) from None
+        raise DataError("another run is writing to this file", where=path, remedy="wait for it or stop it") from None
 
 
 def _check_identity(path: Path, identity: dict[str, Any], *, empty: bool, resume: bool) -> None:
     meta = path.with_name(path.name + ".meta.json")
     if resume and not empty:
         if not meta.exists():
-            raise DataError(
-                "exists, but was not written by regenerate", where=path, remedy="write to another file"
-            )
+            raise DataError("exists, but was not written by regenerate", where=path, remedy="write to another file")
         written = read_json(meta)
         differing = sorted(key for key in {*written, *identity} if written.get(key) != identity.get(key))
         if differing:

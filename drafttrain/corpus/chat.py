@@ -67,16 +67,10 @@ class ChatRenderer:
                 remedy="use an instruction-tuned target, or put a chat_template.jinja beside its tokenizer",
             )
         if not tokenizer.is_fast:
-            raise DataError(
-                "the tokenizer gives no token offsets (not a fast one)", where=tokenizer.name_or_path
-            )
-        template = json.dumps(
-            [tokenizer.chat_template, self.template_kwargs], sort_keys=True, ensure_ascii=False
-        )
+            raise DataError("the tokenizer gives no token offsets (not a fast one)", where=tokenizer.name_or_path)
+        template = json.dumps([tokenizer.chat_template, self.template_kwargs], sort_keys=True, ensure_ascii=False)
         self.template_hash = sha256_text(template)
-        self.name = (
-            f"chat template of {tokenizer.name_or_path or 'the tokenizer'} ({self.template_hash[:12]})"
-        )
+        self.name = f"chat template of {tokenizer.name_or_path or 'the tokenizer'} ({self.template_hash[:12]})"
         self._has_marks = re.search(r"\{%-?\s*generation\s*-?%\}", str(tokenizer.chat_template)) is not None
         self._encoder = _untrimmed(tokenizer.backend_tokenizer)
         self.tokenizer_hash = sha256_text(self._encoder.to_str())
@@ -102,9 +96,7 @@ class ChatRenderer:
                 add_generation_prompt=generation_prompt,
                 **self.template_kwargs,
             )
-        except (
-            Exception
-        ) as error:  # templates raise whatever they like: jinja errors, TypeError, raise_exception()
+        except Exception as error:  # templates raise whatever they like: jinja errors, TypeError, raise_exception()
             raise DataError(f"the template refuses the conversation: {error}", where=self.name) from error
         return cast(str, text)
 
@@ -194,9 +186,7 @@ class ChatRenderer:
         begins = np.fromiter((begin for begin, _ in encoding.offsets), dtype=np.int64, count=len(ids))
         firsts = np.searchsorted(begins, [turn.start for turn in turns], side="left").tolist()
         if firsts[0] >= max_length:
-            return refuse(
-                f"the prompt has {firsts[0]} tokens, which leaves no room in a context of {max_length}"
-            )
+            return refuse(f"the prompt has {firsts[0]} tokens, which leaves no room in a context of {max_length}")
         marks = self._marks(messages, conversation.tools, ids)
         ends = np.flatnonzero(np.isin(ids, list(self.stop_ids)))
         spans: list[tuple[int, int]] = []

@@ -46,9 +46,7 @@ class Corpus:
         return sum(sample.supervised for sample in self.samples)
 
 
-def corpus_key(
-    conversations: Sequence[Conversation], chat: ChatRenderer, *, max_length: int, vocab_size: int
-) -> str:
+def corpus_key(conversations: Sequence[Conversation], chat: ChatRenderer, *, max_length: int, vocab_size: int) -> str:
     """Hex digest over everything that decides the samples."""
     data = sha256_text("\n".join(json.dumps(item.to_json(), sort_keys=True) for item in conversations))
     parts = {
@@ -82,9 +80,7 @@ def build_corpus(
         DataError: no conversations, none that can be learnt from, or token ids the target does not have.
     """
     if not conversations:
-        raise DataError(
-            "the data set is empty", where="data", remedy="give prompts, or a file of conversations"
-        )
+        raise DataError("the data set is empty", where="data", remedy="give prompts, or a file of conversations")
     key = corpus_key(conversations, chat, max_length=max_length, vocab_size=vocab_size)
     folder = (cache or cache_dir() / "corpus") / key[:32]
     stored = _load(folder, key)

@@ -38,9 +38,7 @@ def inspect_samples(samples: Sequence[Sample], tokenizer: ChatTokenizer) -> Grou
     for sample in samples:
         share = sample.supervised / len(sample.ids)
         parts.append(
-            Text(
-                f"── {sample.id}: {len(sample.ids)} tokens, {len(sample.spans)} spans, {share:.1%} supervised"
-            )
+            Text(f"── {sample.id}: {len(sample.ids)} tokens, {len(sample.spans)} spans, {share:.1%} supervised")
         )
         parts += [sample_text(sample, tokenizer), Text()]
     return Group(*parts)

@@ -91,12 +91,7 @@ def _plain_starts(
     marked, leading = [], {}
     for index, message in enumerate(messages):
         content = message.get("content")
-        if (
-            message["role"] == "assistant"
-            and isinstance(content, str)
-            and content.strip()
-            and _is_plain(message)
-        ):
+        if message["role"] == "assistant" and isinstance(content, str) and content.strip() and _is_plain(message):
             body = content.strip()
             before, _, after = content.partition(body)
             # Outside the white space, so that a template that trims its messages still does.

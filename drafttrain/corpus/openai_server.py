@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import queue
@@ -64,15 +65,16 @@ class ServerAnswers:
         task = loop.create_task(self._ask_all(questions, model, results))
 
         def run() -> None:
+            outcome: BaseException | None = None
             try:
                 loop.run_until_complete(task)
-                results.put(None)
             except BaseExceptionGroup as group:
-                results.put(group.exceptions[0])
+                outcome = group.exceptions[0]
             except BaseException as error:  # handed to the caller's thread, which raises it
-                results.put(error)
+                outcome = error
             finally:
                 loop.close()
+                results.put(outcome)
 
         thread = threading.Thread(target=run, name="drafttrain-answers", daemon=True)
         thread.start()
@@ -82,7 +84,7 @@ class ServerAnswers:
                     raise item
                 yield item
         finally:
-            if thread.is_alive():
+            with contextlib.suppress(RuntimeError):  # the loop is closed: it has come to its end
                 loop.call_soon_threadsafe(task.cancel)
             thread.join()
 
@@ -192,9 +194,7 @@ class ServerAnswers:
                 logger.info("%s %s: %s; again in %.1f s", method, path, reason, wait)
                 await asyncio.sleep(min(wait, _LONGEST_WAIT_S))
         if unreachable:
-            raise DataError(
-                f"no server answers: {reason}", where=self.base_url, remedy="start it, or correct base_url"
-            )
+            raise DataError(f"no server answers: {reason}", where=self.base_url, remedy="start it, or correct base_url")
         return Failure(f"given up after {self.config.retries + 1} attempts: {reason}")
 
 

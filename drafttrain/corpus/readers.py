@@ -81,8 +81,7 @@ def collect_prompts(
         )
     used: set[str] = set()
     result.items = [
-        Prompt(_unique(item.id, used), item.messages, item.turns, item.tools, item.meta)
-        for item in result.items
+        Prompt(_unique(item.id, used), item.messages, item.turns, item.tools, item.meta) for item in result.items
     ]
     return result
 

@@ -129,9 +129,7 @@ def _dialogue(row: Row) -> tuple[list[Any], list[str]]:
 def _exchange(question: Any, reply: Any) -> list[Any]:
     """A question and its reply, either of which may be a text or messages."""
     question, reply = _parsed(question), _parsed(reply)
-    messages = (
-        list(question) if isinstance(question, list) else [{"role": "user", "content": _text(question)}]
-    )
+    messages = list(question) if isinstance(question, list) else [{"role": "user", "content": _text(question)}]
     if isinstance(reply, list):
         return messages + reply
     return messages + ([{"role": "assistant", "content": _text(reply)}] if _text(reply) else [])
@@ -141,9 +139,7 @@ def _normal(message: Any, number: int) -> Message:
     """One message with `role` and a text `content`; keys whose value is None are dropped."""
     if not isinstance(message, Mapping):
         raise ShapeError(f"message {number} is no object")
-    kept = {
-        key: value for key, value in message.items() if value is not None and key not in ("from", "value")
-    }
+    kept = {key: value for key, value in message.items() if value is not None and key not in ("from", "value")}
     said = message.get("role") or message.get("from")
     role = _ROLES.get(str(said).lower())
     if role is None:
@@ -180,9 +176,7 @@ def _parsed(value: Any) -> Any:
             parsed = json.loads(value)
         except ValueError:
             return value
-        return (
-            parsed if isinstance(parsed, list) and all(isinstance(item, dict) for item in parsed) else value
-        )
+        return parsed if isinstance(parsed, list) and all(isinstance(item, dict) for item in parsed) else value
     return value
 
 

@@ -16,7 +16,8 @@ logger = logging.getLogger(__name__)
 _MARK = "\ue000drafttrain\ue001"
 _MIN_CHARACTERS = 8
 _MAX_COMPRESSION = 4.0
-_MIN_YIELD = 0.02
+_MIN_YIELD, _PATIENCE = 0.02, 64
+"""A model is given up if fewer than this share of at least so many draws are new."""
 
 
 def user_turn_opening(chat: ChatRenderer) -> list[int]:
@@ -49,7 +50,7 @@ def synthesise(
     prompts: list[Prompt] = []
     seen: set[str] = set()
     dropped: Counter[str] = Counter()
-    draw = 0
+    draw = drawn_of_late = new_of_late = 0
     while len(prompts) < count:
         missing = count - len(prompts)
         wanted = missing + missing // 8 + 4
@@ -76,16 +77,19 @@ def synthesise(
             elif len(prompts) < count:
                 seen.add(key)
                 meta = {"source": "self", "seed": seed}
-                prompts.append(
-                    Prompt(f"self-{seed}-{len(prompts)}", [{"role": "user", "content": text}], meta=meta)
-                )
+                prompts.append(Prompt(f"self-{seed}-{len(prompts)}", [{"role": "user", "content": text}], meta=meta))
         draw += 1
-        if len(prompts) < count and len(prompts) - before < _MIN_YIELD * wanted:
+        drawn_of_late += wanted
+        new_of_late += len(prompts) - before
+        if drawn_of_late < _PATIENCE:
+            continue
+        if len(prompts) < count and new_of_late < _MIN_YIELD * drawn_of_late:
             raise DataError(
                 f"the target wrote {len(prompts)} distinct prompts of {count} (dropped: {dict(dropped)})",
                 where=chat.name,
                 remedy="ask for fewer, raise the temperature, or give a file of prompts",
             )
+        drawn_of_late = new_of_late = 0
     logger.info("synthesised %d prompts in %d draws; dropped %s", count, draw, dict(dropped))
     return prompts
 

@@ -51,9 +51,9 @@ def marked_tokens(chat: ChatRenderer, messages: list[dict[str, Any]]) -> list[in
 
 
 # Turns as they are spoken: any letters, some white space at the ends, never a special token of the templates.
-TEXT = st.text(
-    alphabet=st.sampled_from("ab yz\n\t.,!?19你好é😀مر"), min_size=1, max_size=12
-).filter(lambda text: bool(text.strip()))
+TEXT = st.text(alphabet=st.sampled_from("ab yz\n\t.,!?19你好é😀مر"), min_size=1, max_size=12).filter(
+    lambda text: bool(text.strip())
+)
 EXCHANGES = st.lists(st.tuples(TEXT, TEXT), min_size=1, max_size=4)
 
 
@@ -117,9 +117,7 @@ def test_the_mask_equals_the_one_from_generation_marks(
         marked.render(messages), add_special_tokens=False, return_offsets_mapping=True
     )
     offsets = encoding["offset_mapping"]
-    starts = {
-        len(marked.render(messages[:index], generation_prompt=True)) for index in range(1, len(messages), 2)
-    }
+    starts = {len(marked.render(messages[:index], generation_prompt=True)) for index in range(1, len(messages), 2)}
     shared = {i for i in theirs if any(offsets[i][0] < start < offsets[i][1] for start in starts)}
     lone = {i for i in theirs if not {i - 1, i + 1} & (set(theirs) - shared)}
     assert ours == [index for index in theirs if index not in shared | lone]
@@ -264,7 +262,9 @@ def test_max_length_cuts_spans_and_refuses_long_prompts() -> None:
 
 def test_conversations_without_something_to_learn_are_named() -> None:
     chat = renderer(CHATML)
-    outcomes = [chat.samples(Conversation("c", messages), 100) for messages in ([user("Hi")], [user("Hi"), assistant("")])]
+    outcomes = [
+        chat.samples(Conversation("c", messages), 100) for messages in ([user("Hi")], [user("Hi"), assistant("")])
+    ]
     assert [outcome.reason for outcome in outcomes if isinstance(outcome, Reject)] == [
         "no assistant turn",
         "no answer has a token to learn after its first",

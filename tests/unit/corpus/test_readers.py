@@ -1,0 +1,225 @@
+"""Readers: every usual shape and container, and rows in = rows out + named rejects."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from drafttrain.corpus.config import PromptSource
+from drafttrain.corpus.readers import collect_prompts, read_conversations, read_prompts, write_prompts
+from drafttrain.errors import DataError
+
+OPENAI = {
+    "messages": [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": "Yes"},
+        {"role": "user", "content": "So?"},
+        {"role": "assistant", "content": "Good"},
+    ]
+}
+SHAREGPT = {
+    "id": "sg",
+    "conversations": [
+        {"from": "system", "value": "Be brief."},
+        {"from": "human", "value": "Hi"},
+        {"from": "gpt", "value": "Yes"},
+        {"from": "human", "value": "So?"},
+        {"from": "gpt", "value": "Good"},
+    ],
+}
+ALPACA = {"instruction": "Translate", "input": "你好", "output": "Hello"}
+COMPLETION = {"prompt": "Hi", "completion": "Yes"}
+CHAT_COMPLETION = {
+    "prompt": [{"role": "user", "content": "Hi"}],
+    "completion": [{"role": "assistant", "content": "Yes"}],
+}
+TEXT = {"text": "Hi"}
+TURNS = {"question_id": 7, "category": "maths", "turns": ["Hi", "So?"]}
+
+
+def jsonl(path: Path, rows: list[Any]) -> str:
+    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("row", "contents", "turns"),
+    [
+        (OPENAI, ["Be brief.", "Hi"], ["So?"]),
+        (SHAREGPT, ["Be brief.", "Hi"], ["So?"]),
+        (ALPACA, ["Translate\n\n你好"], []),
+        (COMPLETION, ["Hi"], []),
+        (CHAT_COMPLETION, ["Hi"], []),
+        (TEXT, ["Hi"], []),
+        (TURNS, ["Hi"], ["So?"]),
+        ({"question": "Hi", "answer": "Yes"}, ["Hi"], []),
+        ("Hi", ["Hi"], []),
+    ],
+)
+def test_prompts_of_every_shape(tmp_path: Path, row: Any, contents: list[str], turns: list[str]) -> None:
+    path = tmp_path / "rows.json"
+    path.write_text(json.dumps([row]))
+    (prompt,) = read_prompts(PromptSource(source=str(path))).items
+    assert [message["content"] for message in prompt.messages] == contents
+    assert prompt.messages[-1]["role"] == "user"
+    assert prompt.turns == turns
+
+
+@pytest.mark.parametrize("row", [OPENAI, SHAREGPT, ALPACA, COMPLETION, CHAT_COMPLETION])
+def test_given_answers_are_kept_for_conversations(tmp_path: Path, row: dict[str, Any]) -> None:
+    source = PromptSource(source=jsonl(tmp_path / "rows.jsonl", [row]))
+    (conversation,) = read_conversations(source).items
+    assert conversation.messages[-1]["role"] == "assistant"
+    assert {message["role"] for message in conversation.messages} <= {"system", "user", "assistant"}
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "json", "csv", "tsv", "parquet", "folder", "saved", "txt"])
+def test_containers(tmp_path: Path, kind: str) -> None:
+    rows = [{"prompt": f'Question {n}, "quoted"\nand 你好', "completion": "Yes"} for n in range(3)]
+    path = tmp_path / f"rows.{kind}"
+    if kind == "jsonl":
+        jsonl(path, rows)
+    elif kind == "json":
+        path.write_text(json.dumps({"data": rows}))
+    elif kind in ("csv", "tsv"):
+        with path.open("w", newline="") as file:
+            writer = csv.DictWriter(file, ["prompt", "completion"], delimiter="\t" if kind == "tsv" else ",")
+            writer.writeheader()
+            writer.writerows(rows)
+    elif kind == "txt":
+        path.write_text("".join(row["prompt"].replace("\n", " ") + "\n\n" for row in rows))
+    elif kind == "folder":
+        path.mkdir()
+        for number, row in enumerate(rows):
+            jsonl(path / f"{number}.jsonl", [row])
+    else:
+        datasets = pytest.importorskip("datasets")
+        if kind == "parquet":
+            datasets.Dataset.from_list(rows).to_parquet(str(path))
+        else:
+            datasets.DatasetDict({"train": datasets.Dataset.from_list(rows)}).save_to_disk(str(path))
+    result = read_prompts(PromptSource(source=str(path)))
+    expected = [row["prompt"].replace("\n", " ") if kind == "txt" else row["prompt"] for row in rows]
+    assert [prompt.messages[0]["content"] for prompt in result.items] == expected
+    assert len({prompt.id for prompt in result.items}) == 3
+
+
+def test_messages_as_json_text_in_a_table(tmp_path: Path) -> None:
+    path = tmp_path / "rows.csv"
+    with path.open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerows([["messages", "extra"], [json.dumps(OPENAI["messages"]), ""]])
+    assert len(read_conversations(PromptSource(source=str(path))).items[0].messages) == 5
+
+
+def test_no_row_vanishes(tmp_path: Path) -> None:
+    """Extra columns, `tools: [[]]`, None content and junk: each row is an item or a reject with a reason."""
+    call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
+    rows: list[Any] = [
+        {**OPENAI, "extra": 1, "tools": [[]], "other": None},
+        {"messages": [{"role": "user", "content": "Hi", "name": None}, call, {"role": "tool", "content": "4"}]},
+        {"messages": [{"role": "user", "content": None}]},
+        {"messages": [{"role": "wizard", "content": "Hi"}]},
+        {"messages": [{"role": "assistant", "content": "Hi"}]},
+        {"messages": [{"from": "gpt", "value": "Hi"}, {"from": "human", "value": "Yes"}]},
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "Hi"}, {"type": "image"}]}]},
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "part"}]}]},
+        {"messages": []},
+        {"instruction": " ", "output": "x"},
+        {"unknown": "column"},
+        [1, 2],
+        "{broken",
+    ]
+    path = jsonl(tmp_path / "rows.jsonl", [row if isinstance(row, str) else json.dumps(row) for row in rows])
+    result = read_prompts(PromptSource(source=path))
+    assert len(result.items) + len(result.rejects) == len(rows)
+    first, tools, parts = result.items
+    assert first.tools == [] and first.turns == ["So?"]
+    assert [message["role"] for message in tools.messages] == ["user", "assistant", "tool"]
+    assert parts.messages[0]["content"] == "part"
+    assert [reject.where.rsplit(":", 1)[1] for reject in result.rejects] == [
+        str(n) for n in (3, 4, 5, 6, 7, 9, 10, 11, 12, 13)
+    ]
+    reasons = [reject.reason for reject in result.rejects]
+    for reason, words in zip(
+        reasons,
+        [
+            "message 1 (user) has no content",
+            "unknown role 'wizard'",
+            "no user turn",
+            "begins with a turn of the assistant",
+            "content other than text",
+            "no messages",
+            "empty user turn",
+            "none of the known columns (it has: unknown)",
+            "a row is an object",
+            "not valid JSON",
+        ],
+        strict=True,
+    ):
+        assert words in reason
+
+
+def test_columns_can_be_renamed_and_a_system_message_added(tmp_path: Path) -> None:
+    path = jsonl(tmp_path / "rows.jsonl", [{"frage": "Hi", "prompt": "wrong"}])
+    (prompt,) = read_prompts(PromptSource(source=path, columns={"prompt": "frage"}, system="Be brief.")).items
+    assert [message["content"] for message in prompt.messages] == ["Be brief.", "Hi"]
+    with pytest.raises(DataError, match="no column 'nein'"):
+        read_prompts(PromptSource(source=path, columns={"prompt": "nein"}))
+
+
+def test_count_is_a_seeded_choice_in_order(tmp_path: Path) -> None:
+    path = jsonl(tmp_path / "rows.jsonl", [{"text": f"number {n:03}"} for n in range(100)])
+    chosen = read_prompts(PromptSource(source=path, count=10))
+    texts = [prompt.messages[0]["content"] for prompt in chosen.items]
+    assert len(texts) == 10 and texts == sorted(texts) and texts[-1] > "number 050"
+    assert chosen.unused == 90
+    assert chosen == read_prompts(PromptSource(source=path, count=10))
+    assert chosen != read_prompts(PromptSource(source=path, count=10, seed=1))
+
+
+def test_ids_are_unique_within_and_across_sources(tmp_path: Path) -> None:
+    path = jsonl(tmp_path / "rows.jsonl", [{"id": "a", "text": "Hi there"}, {"id": "a", "text": "So?"}])
+    result = collect_prompts([PromptSource(source=path)] * 2)
+    assert len({prompt.id for prompt in result.items}) == 4
+
+
+def test_written_prompts_read_back_the_same(tmp_path: Path) -> None:
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    rows = [
+        OPENAI,
+        {**TURNS, "tools": tools},
+        {"messages": [{"role": "user", "content": "😀"}], "meta": {"source": "x"}},
+    ]
+    prompts = read_prompts(PromptSource(source=jsonl(tmp_path / "rows.jsonl", rows))).items
+    write_prompts(tmp_path / "set.jsonl", prompts)
+    assert read_prompts(PromptSource(source=str(tmp_path / "set.jsonl"))).items == prompts
+
+
+def test_missing_and_empty_sources_are_errors(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="no such file"):
+        read_prompts(PromptSource(source=str(tmp_path / "none.jsonl")))
+    (tmp_path / "empty.jsonl").touch()
+    with pytest.raises(DataError, match="no usable row"):
+        read_prompts(PromptSource(source=str(tmp_path / "empty.jsonl")))
+    (tmp_path / "bad.json").write_text("{")
+    with pytest.raises(DataError, match="not valid JSON"):
+        read_prompts(PromptSource(source=str(tmp_path / "bad.json")))
+    (tmp_path / "bad.parquet").write_bytes(b"PAR1 this is none")
+    with pytest.raises(DataError, match="Parquet"):
+        read_prompts(PromptSource(source=str(tmp_path / "bad.parquet")))
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(DataError, match="no data file"):
+        read_prompts(PromptSource(source=str(tmp_path / "folder")))
+
+
+def test_a_name_without_network_is_one_clear_error() -> None:
+    pytest.importorskip("datasets")
+    with pytest.raises(DataError, match="neither a file nor a data set") as caught:
+        read_prompts(PromptSource(source="no-such-owner/no-such-set"))
+    assert caught.value.remedy is not None
