@@ -60,13 +60,14 @@ def evaluate(
     folder = draft_folder(Path(run)) if "run" in suite.drafts else None
     target = load_target(recipe.target)
     contenders = [_contender(name, recipe, folder, target) for name in suite.drafts]
-    measured = run_suite(target, suite, prompts, contenders, progress)
+    measured = run_suite(target, suite, prompts, contenders, progress, recipe.data.template_kwargs)
     return _result(recipe, suite, prompts, contenders, target, measured), measured
 
 
 def draft_folder(run: Path) -> Path:
-    """Where a run keeps its draft: in itself or in `draft/`."""
-    return run if (run / META).exists() else run / "draft"
+    """Where a run keeps its draft: a saved draft itself, the best by tau, or the last."""
+    places = (run, run / "best", run / "draft")
+    return next((place for place in places if (place / META).exists()), run)
 
 
 def split_overrides(overrides: Sequence[str]) -> tuple[list[str], list[str]]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from drafttrain.bench.divergence import AnswerPair, exact_match, top2_gap
 from drafttrain.bench.metrics import acceptance, by_category
@@ -85,8 +86,17 @@ def run_suite(
     prompts: Sequence[EvalPrompt],
     contenders: Sequence[Contender],
     progress: Progress | None = None,
+    template_kwargs: dict[str, Any] | None = None,
 ) -> SuiteRun:
     """Measure `contenders` and the baseline in every setting of the suite.
+
+    Args:
+        target: answers everything.
+        suite: settings; its own `prompts` and `drafts` are not read.
+        prompts: conversations, ids unique.
+        contenders: drafts, names unique.
+        progress: told what is running.
+        template_kwargs: extra variables of the chat template, as the draft was trained with.
 
     Raises:
         DataError: a prompt leaves no room for an answer in the target's context, or names are not unique.
@@ -94,7 +104,7 @@ def run_suite(
     names = [BASELINE, *(contender.name for contender in contenders)]
     if len(set(names)) != len(names):
         raise DataError(f"drafts need names of their own, got {', '.join(names[1:])}")
-    renderer = ChatRenderer(target.tokenizer)
+    renderer = ChatRenderer(target.tokenizer, template_kwargs, target.stop_ids)
     _check_room(target, renderer, prompts)
     run = SuiteRun()
     shown: Setting | None = None
@@ -221,7 +231,7 @@ class _Measurement:
                 prompt_ids=ids,
                 max_new_tokens=suite.max_new_tokens,
                 sampling=sampling,
-                stop_ids=self.target.stop_ids,
+                stop_ids=self.renderer.stop_ids,
                 turn=turn,
             )
 

@@ -91,7 +91,7 @@ def tau_by_category(entries: Sequence[DraftResult], colours: Colours) -> str:
     return canvas.render("Tau by category: " + "; ".join(f"{e.draft} {text.number(e.acceptance.tau)}" for e in drafts))
 
 
-def time_split(entries: Sequence[DraftResult], _: Colours) -> str:
+def time_split(entries: Sequence[DraftResult]) -> str:
     """Milliseconds of decoding behind each emitted token: the shorter the bar, the faster."""
     rows = [entry for entry in entries if entry.split is not None and entry.acceptance.emitted]
     row, left = 40, 124
@@ -131,6 +131,8 @@ def speedups(entries: Sequence[DraftResult], colours: Colours) -> str:
     tops = [1.0]
     for entry in rows:
         assert entry.speed is not None
+        if entry.speed.flag:
+            continue
         tops += [v for v in (entry.speed.speedup, entry.speed.ceiling) if v is not None]
         tops += [entry.speed.speedup_ci[1]] if entry.speed.speedup_ci else []
     marks = ticks(max(tops), 5)

@@ -99,31 +99,65 @@ def _cards(result: EvalResult) -> str:
 
 def _setting(result: EvalResult, setting: Setting, colours: dict[str, str]) -> str:
     entries = result.of(setting)
-    keys = "".join(
-        f'<span><span class="key" style="background:{colours[e.draft]}"></span>{escape(e.draft)}</span>'
-        for e in entries
-        if e.draft in colours
-    )
-    parts = "".join(
-        f'<span><span class="key" style="background:var(--{name})"></span>{name}</span>'
-        for name in ("draft", "verify", "host")
+    drafts = [entry for entry in entries if entry.draft in colours]
+    keys = _legend({entry.draft: colours[entry.draft] for entry in drafts})
+    trained = _legend({e.draft: colours[e.draft] for e in drafts if e.family != "oracle"})
+    parts = _legend({name: f"var(--{name})" for name in ("draft", "verify", "host")})
+    cells = (
+        _chart(
+            "Speed-up",
+            "Bar: measured, with its interval. Dashed tick: what an engine without overhead would reach.",
+            keys,
+            charts.speedups(entries, colours),
+        ),
+        _chart("Where the time goes", "Decoding time behind each emitted token.", parts, charts.time_split(entries)),
+        _chart(
+            "Acceptance by depth",
+            "Solid: given the depth before. Dashed: unconditional.",
+            keys,
+            charts.acceptance_by_depth(entries, colours),
+        ),
+        _chart(
+            "Tau by category",
+            "With 95 % intervals over the prompts of the category.",
+            trained,
+            charts.tau_by_category(entries, colours),
+        ),
     )
     kind = "greedy" if setting.temperature == 0 else f"temperature {setting.temperature:g}"
-    drawn = (
-        ("Speed-up", "Bar: measured, with its interval. Dashed tick: ceiling.", keys, charts.speedups),
-        ("Where the time goes", "Decoding time behind each emitted token.", parts, charts.time_split),
-        ("Acceptance by depth", "Solid: given the depth before. Dashed: unconditional.", keys,
-         charts.acceptance_by_depth),
-        ("Tau by category", "With 95 % intervals over the prompts of the category.", keys,
-         charts.tau_by_category),
-    )  # fmt: skip
-    cells = "".join(
-        f'<div class="chart"><h3>{title}</h3><p>{caption}</p><div class="legend">{legend}</div>'
-        f"{draw(entries, colours)}</div>"
-        for title, caption, legend, draw in drawn
-    )
     heading = f"{kind.capitalize()}, K = {setting.k}, batch {setting.batch}"
-    return f'<h2>{heading}</h2>{_table(entries, colours)}<div class="charts">{cells}</div>'
+    return (
+        f'<h2>{heading}</h2>{_table(entries, colours)}{_divergences(entries)}<div class="charts">{"".join(cells)}</div>'
+    )
+
+
+def _legend(colours: dict[str, str]) -> str:
+    return "".join(
+        f'<span><span class="key" style="background:{colour}"></span>{escape(name)}</span>'
+        for name, colour in colours.items()
+    )
+
+
+def _chart(title: str, caption: str, legend: str, svg: str) -> str:
+    return f'<div class="chart"><h3>{title}</h3><p>{caption}</p><div class="legend">{legend}</div>{svg}</div>'
+
+
+def _divergences(entries: list[DraftResult]) -> str:
+    """Where greedy answers part from those without a draft."""
+    rows = [
+        f"<tr><td>{escape(entry.draft)}</td><td>{escape(d.request)}</td><td>{d.turn + 1}</td><td>{d.index + 1}</td>"
+        f"<td>{d.gap:.3g}</td></tr>"
+        for entry in entries
+        if entry.exact is not None
+        for d in entry.exact.divergences
+    ]
+    if not rows:
+        return ""
+    head = "<tr><th>draft</th><th>prompt</th><th>turn</th><th>first differing token</th><th>top-2 gap there</th></tr>"
+    return (
+        f"<details><summary>{len(rows)} greedy answers differ from those without a draft</summary>"
+        f'<div class="table"><table><thead>{head}</thead><tbody>{"".join(rows)}</tbody></table></div></details>'
+    )
 
 
 def _table(entries: list[DraftResult], colours: dict[str, str]) -> str:
@@ -135,11 +169,7 @@ def _table(entries: list[DraftResult], colours: dict[str, str]) -> str:
 def _cells(entry: DraftResult, colours: dict[str, str]) -> list[str]:
     acceptance, speed, exact = entry.acceptance, entry.speed, entry.exact
     colour = colours.get(entry.draft, "var(--verify)")
-    tip = ""
-    if exact is not None and exact.divergences:
-        gaps = sorted(divergence.gap for divergence in exact.divergences)
-        tip = f"{len(gaps)} of {exact.total} differ; largest top-2 gap where they part: {gaps[-1]:.3g}"
-    speedup = "1.00x" if entry.draft == BASELINE else text.speedup(speed)
+    is_baseline = entry.draft == BASELINE
     return [
         f'<td><span class="key" style="background:{colour}"></span>{escape(text.label(entry))}</td>',
         _value(text.number(acceptance.tau), text.interval(acceptance.tau_ci)),
@@ -147,16 +177,15 @@ def _cells(entry: DraftResult, colours: dict[str, str]) -> list[str]:
         _value(text.percent(acceptance.acceptance_rate)),
         _value(text.chain(acceptance.alpha)),
         _value(text.number(text.tokens_per_second(entry), 1)),
-        _value(speedup, text.interval(speed.speedup_ci) if speed else ""),
-        _value(text.number(speed.end_to_end if speed else None, 2, "x")),
+        _value("1.00x" if is_baseline else text.speedup(speed), text.interval(speed.speedup_ci) if speed else ""),
+        _value("1.00x" if is_baseline else text.number(speed.end_to_end if speed else None, 2, "x")),
         _value(text.percent(speed.of_ceiling if speed else None, 0)),
-        _value(text.percent(exact.rate if exact else None), tip=tip),
+        _value(text.percent(exact.rate if exact else None)),
     ]
 
 
-def _value(figure: str, small: str = "", tip: str = "") -> str:
-    title = f' title="{escape(tip, quote=True)}"' if tip else ""
-    return f"<td{title}>{escape(figure)}{f' <small>{escape(small)}</small>' if small else ''}</td>"
+def _value(figure: str, small: str = "") -> str:
+    return f"<td>{escape(figure)}{f' <small>{escape(small)}</small>' if small else ''}</td>"
 
 
 def _about(result: EvalResult) -> str:

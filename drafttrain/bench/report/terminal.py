@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from rich import box
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from drafttrain.bench.report import text
 from drafttrain.bench.result import BASELINE, DraftResult, EvalResult, Setting
+
+_COLUMNS = ("draft", "tau", "accepted", "alpha by depth", "tokens/s", "speed-up", "of max", "exact")
 
 
 def result_table(result: EvalResult) -> RenderableType:
@@ -21,27 +24,20 @@ def result_table(result: EvalResult) -> RenderableType:
 
 def _table(result: EvalResult, setting: Setting) -> Table:
     entries = result.of(setting)
-    drafted = next((e.requests for e in entries), 0)
+    asked = next((entry.requests for entry in entries), 0)
     table = Table(
-        title=f"{result.suite['name']} · {result.target} · {setting} · {drafted} prompts",
+        title=f"{result.suite['name']} · {result.target} · {setting} · {asked} prompts",
         title_justify="left",
         title_style="bold",
-        caption="tau: tokens a round; alpha: acceptance by depth; speed-up: decode tokens/s over no draft; "
-        "[95 % bootstrap interval over prompts]",
+        caption="tau: tokens a round. alpha: acceptance by depth. speed-up: decode tokens/s over no draft. "
+        "of max: of what an engine without overhead would reach. [95 % interval over prompts]",
         caption_justify="left",
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
     )
-    for name, justify in (
-        ("draft", "left"),
-        ("tau", "left"),
-        ("accepted", "right"),
-        ("alpha by depth", "left"),
-        ("tokens/s", "right"),
-        ("speed-up", "left"),
-        ("end to end", "right"),
-        ("of ceiling", "right"),
-        ("exact", "right"),
-    ):
-        table.add_column(name, justify="right" if justify == "right" else "left", no_wrap=name != "speed-up")
+    for name in _COLUMNS:
+        # Narrow terminals fold cells rather than hide figures.
+        table.add_column(name, overflow="fold")
     for entry in entries:
         table.add_row(*_cells(entry), style="dim" if entry.draft == BASELINE else "")
     return table
@@ -50,14 +46,17 @@ def _table(result: EvalResult, setting: Setting) -> Table:
 def _cells(entry: DraftResult) -> Iterator[str]:
     acceptance, speed = entry.acceptance, entry.speed
     yield text.label(entry)
-    yield text.with_interval(acceptance.tau, acceptance.tau_ci)
+    yield _stacked(text.number(acceptance.tau), text.interval(acceptance.tau_ci))
     yield text.percent(acceptance.acceptance_rate)
-    yield text.chain(acceptance.alpha)
+    yield " ".join(text.number(value) for value in acceptance.alpha) or text.MISSING
     yield text.number(text.tokens_per_second(entry), 1)
     if entry.draft == BASELINE:
         yield "1.00x"
     else:
-        yield f"{text.speedup(speed)} {text.interval(speed.speedup_ci) if speed else ''}".rstrip()
-    yield text.number(speed.end_to_end if speed else None, 2, "x")
+        yield _stacked(text.speedup(speed), text.interval(speed.speedup_ci) if speed else "")
     yield text.percent(speed.of_ceiling if speed else None, 0)
     yield text.percent(entry.exact.rate if entry.exact else None)
+
+
+def _stacked(figure: str, interval: str) -> str:
+    return f"{figure}\n{interval}" if interval else figure

@@ -47,8 +47,8 @@ def chain(values: list[float | None]) -> str:
 
 
 def tokens_per_second(entry: DraftResult) -> float | None:
-    """Decode tokens per second of a draft or of the baseline."""
+    """Decode tokens per second of a draft or of the baseline; None where the speed is no result."""
     split = entry.split
-    if split is None or split.total_s <= 0:
+    if split is None or split.total_s <= 0 or (entry.speed is not None and entry.speed.flag):
         return None
     return entry.acceptance.emitted / split.total_s

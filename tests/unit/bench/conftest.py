@@ -78,9 +78,7 @@ def simulate(seed: int = 0) -> EvalResult:
         baseline: list[RoundRecord] = []
         named = (*drafts, ("oracle", "oracle", 1.0, 0.0)) if temperature == 0 else drafts
         for name, family, alpha, draft_s in named:
-            records = _rounds(
-                rng, category_of, alpha * (0.9 if temperature else 1), draft_s, family == "ngram"
-            )
+            records = _rounds(rng, category_of, alpha * (0.9 if temperature else 1), draft_s, family == "ngram")
             baseline = baseline or records
             flagged = name == "ngram" and temperature == 1
             entries.append(

@@ -94,9 +94,7 @@ def test_categories_keep_their_order_and_drop_empty_ones(record: Make) -> None:
 
 
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=60))
-def test_without_cuts_the_conditional_rates_multiply_to_the_unconditional(
-    record: Make, accepted: list[int]
-) -> None:
+def test_without_cuts_the_conditional_rates_multiply_to_the_unconditional(record: Make, accepted: list[int]) -> None:
     result = acceptance([record(proposed=5, accepted=n) for n in accepted], samples=10)
     product = 1.0
     for alpha, position in zip(result.alpha, result.per_position, strict=True):
@@ -111,9 +109,7 @@ rounds = st.tuples(st.integers(0, 5), st.integers(0, 5), st.integers(1, 6), st.b
 
 
 @given(st.lists(rounds, min_size=1, max_size=40))
-def test_counts_are_consistent_under_any_truncation(
-    record: Make, rows: list[tuple[int, int, int, bool]]
-) -> None:
+def test_counts_are_consistent_under_any_truncation(record: Make, rows: list[tuple[int, int, int, bool]]) -> None:
     records = []
     for proposed, accepted, emitted, last in rows:
         taken = min(accepted, proposed)

@@ -36,9 +36,7 @@ def test_spec_bench_counts_mt_bench_as_one_task(tmp_path: Path) -> None:
 
 def test_our_own_format_survives_any_script(tmp_path: Path) -> None:
     turns = ["مرحبا 👋", "第二轮", "def f():\n\treturn 1"]
-    assert load_prompts(write(tmp_path, [{"id": "a", "category": "c", "turns": turns}]))[0].turns == tuple(
-        turns
-    )
+    assert load_prompts(write(tmp_path, [{"id": "a", "category": "c", "turns": turns}]))[0].turns == tuple(turns)
 
 
 def test_humaneval_file_plain_or_compressed(tmp_path: Path) -> None:

@@ -1,0 +1,221 @@
+"""The eval command on a tiny target in a folder, a random EAGLE-3 draft, the references and the baseline."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from drafttrain.bench.leaderboard import KEYS
+from drafttrain.bench.metrics import acceptance
+from drafttrain.cli import eval as command
+from drafttrain.drafters.build import build_drafter, init_from_target
+from drafttrain.drafters.eagle.config import Eagle3Config
+from drafttrain.drafters.saving import save_draft
+from drafttrain.engine.records import RoundRecord
+from drafttrain.errors import CheckpointError, DataError, RecipeError, UserError
+from drafttrain.targets.config import TargetConfig
+from drafttrain.targets.load import load_target
+from tests.chats import CHATML, chat_tokenizer
+from tests.support import tiny_hf
+
+K = 3
+PROMPTS = [
+    {"id": "w1", "category": "writing", "turns": ["Write a line about the sea."]},
+    {"id": "c1", "category": "coding", "turns": ["def add(a, b):", "Now in one line 😀"]},
+    {"id": "m1", "category": "multilingual", "turns": ["你好，世界"]},
+    {"id": "m2", "category": "multilingual", "turns": ["مرحبا"]},
+    {"id": "w2", "category": "writing", "turns": ["x"]},
+]
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with target, prompts, suite and a run as training leaves it."""
+    folder = tmp_path_factory.mktemp("eval")
+    tokenizer = chat_tokenizer(CHATML)
+    hf = tiny_hf(vocab_size=len(tokenizer), max_position_embeddings=256, eos_token_id=tokenizer.eos_token_id, seed=4)
+    hf.save_pretrained(folder / "target")
+    tokenizer.save_pretrained(folder / "target")
+    (folder / "prompts.jsonl").write_text(
+        "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in PROMPTS), encoding="utf-8"
+    )
+    (folder / "suite.yaml").write_text(
+        f"name: tiny\nprompts: {folder}/prompts.jsonl\nk: [{K}]\ntemperatures: [0.0, 1.0]\nbatch: [1, 2]\n"
+        "max_new_tokens: 24\nchunk: 2\nwarmup: 1\nbootstrap: 100\n",
+        encoding="utf-8",
+    )
+    run = folder / "runs" / "tiny-eagle3"
+    run.mkdir(parents=True)
+    (run / "recipe.yaml").write_text(
+        f"name: tiny-eagle3\ntarget: {{model: {folder}/target, dtype: float32}}\n"
+        "data: {prompts: [{source: self, count: 4}]}\n"
+        "drafter: {family: eagle3, taps: [0, 2, 3], depth: 3}\n"
+        "loss: {terms: [{name: soft_ce}]}\ntraining: {max_steps: 1}\n",
+        encoding="utf-8",
+    )
+    target = load_target(TargetConfig(model=str(folder / "target"), dtype="float32"))
+    torch.manual_seed(0)
+    drafter = build_drafter(Eagle3Config(taps=(0, 2, 3), depth=3), target.config)
+    init_from_target(drafter, target)
+    save_draft(run / "best", drafter, target=target.identity.to_dict())
+    return folder
+
+
+def evaluate(*words: str) -> int:
+    """`drafttrain eval` with these arguments, errors raised."""
+    import argparse
+
+    parser = argparse.ArgumentParser()
+    command.register(parser.add_subparsers(required=True))
+    arguments = parser.parse_args(["eval", *words])
+    return int(arguments.run(arguments) or 0)
+
+
+@pytest.fixture(scope="module")
+def results(home: Path) -> dict[str, Any]:
+    """One whole evaluation."""
+    suite, run = str(home / "suite.yaml"), str(home / "runs" / "tiny-eagle3")
+    assert evaluate(run, "--suite", suite, "--leaderboard-dir", str(home / "board")) == 0
+    result: dict[str, Any] = json.loads((home / "runs/tiny-eagle3/eval/tiny/result.json").read_text("utf-8"))
+    return result
+
+
+def entries(results: dict[str, Any], draft: str, temperature: float | None = None) -> list[dict[str, Any]]:
+    return [e for e in results["drafts"] if e["draft"] == draft and temperature in (None, e["setting"]["temperature"])]
+
+
+def test_every_setting_has_every_draft(results: dict[str, Any]) -> None:
+    found = {(e["draft"], e["setting"]["temperature"], e["setting"]["batch"]) for e in results["drafts"]}
+    greedy = {"none", "tiny-eagle3", "ngram", "oracle"}
+    assert found == {(d, 0.0, b) for d in greedy for b in (1, 2)} | {
+        (d, 1.0, b) for d in greedy - {"oracle"} for b in (1, 2)
+    }
+    assert all(e["requests"] == 5 and e["answers"] == 6 for e in results["drafts"])
+
+
+def test_plain_decoding_has_tau_exactly_one(results: dict[str, Any]) -> None:
+    for entry in entries(results, "none"):
+        assert entry["acceptance"]["tau"] == 1.0
+        assert entry["acceptance"]["acceptance_rate"] is None
+        assert entry["acceptance"]["emitted"] == entry["tokens"] - entry["answers"]
+
+
+def test_no_draft_changes_greedy_output(results: dict[str, Any]) -> None:
+    for draft in ("tiny-eagle3", "ngram", "oracle"):
+        for entry in entries(results, draft, 0.0):
+            assert (entry["exact"]["rate"], entry["exact"]["divergences"]) == (1.0, [])
+            assert entry["tokens"] == entries(results, "none", 0.0)[0]["tokens"]
+
+
+def test_the_oracle_is_always_accepted(results: dict[str, Any], home: Path) -> None:
+    """Everything proposed is accepted, so an answer of n tokens takes ceil((n - 1) / (K + 1)) rounds."""
+    for entry in entries(results, "oracle"):
+        assert entry["acceptance"]["acceptance_rate"] == 1.0
+        assert set(entry["acceptance"]["alpha"]) == {1.0}
+    emitted: dict[tuple[str, int, int], list[int]] = defaultdict(list)
+    for line in (home / "runs/tiny-eagle3/eval/tiny/records.jsonl").read_text("utf-8").splitlines():
+        row = json.loads(line)
+        if row["draft"] == "oracle":
+            emitted[row["request"], row["turn"], row["max_batch"]].append(row["emitted"])
+    assert len(emitted) == 12
+    assert all(len(rounds) == math.ceil(sum(rounds) / (K + 1)) for rounds in emitted.values())
+
+
+def test_every_metric_can_be_derived_from_the_written_records(results: dict[str, Any], home: Path) -> None:
+    rounds: dict[tuple[Any, ...], list[RoundRecord]] = defaultdict(list)
+    for line in (home / "runs/tiny-eagle3/eval/tiny/records.jsonl").read_text("utf-8").splitlines():
+        row = json.loads(line)
+        key = (row.pop("draft"), row.pop("k"), row.pop("temperature"), row.pop("max_batch"))
+        rounds[key].append(RoundRecord(**row))
+    for entry in results["drafts"]:
+        setting = entry["setting"]
+        again = acceptance(rounds[entry["draft"], setting["k"], setting["temperature"], setting["batch"]], samples=100)
+        assert again.tau == entry["acceptance"]["tau"]
+        assert again.alpha == entry["acceptance"]["alpha"]
+        assert again.tau_ci == tuple(entry["acceptance"]["tau_ci"])
+
+
+def test_impossible_speedups_are_never_results(results: dict[str, Any], home: Path) -> None:
+    report = (home / "runs/tiny-eagle3/eval/tiny/report.html").read_text("utf-8")
+    for entry in results["drafts"]:
+        speed = entry["speed"]
+        if speed is None:
+            continue
+        assert (speed["flag"] is None) == (speed["speedup"] is not None)
+        if speed["speedup"] is not None:
+            assert speed["speedup"] <= entry["acceptance"]["tau"]
+        else:
+            assert any(note.startswith(f"{entry['draft']} at") for note in results["notes"])
+            assert "no result" in report
+
+
+def test_leaderboard_rows_have_exactly_the_agreed_keys(results: dict[str, Any], home: Path) -> None:
+    rows = json.loads((home / "board" / "tiny-tiny-eagle3.json").read_text("utf-8"))
+    agreed = (
+        "target, family, draft, recipe, k, temperature, batch, prompts, tau, tau_ci, alpha, acceptance_rate, "
+        "speedup, speedup_ci, exact_match, hardware, versions, commit, date"
+    )
+    assert ", ".join(KEYS) == agreed
+    assert len(rows) == 10 and all(tuple(row) == KEYS for row in rows)
+    eagle = next(row for row in rows if row["draft"] == "tiny-eagle3")
+    assert (eagle["family"], eagle["recipe"], eagle["prompts"]) == ("eagle3", "tiny-eagle3", "tiny (5)")
+    assert "| oracle |" in (home / "board" / "README.md").read_text("utf-8")
+    assert evaluate("--leaderboard", "--leaderboard-dir", str(home / "board")) == 0
+
+
+def test_the_report_needs_no_network_and_shows_who_wrote_what(results: dict[str, Any], home: Path) -> None:
+    report = (home / "runs/tiny-eagle3/eval/tiny/report.html").read_text("utf-8")
+    assert not re.search(r"""(src|href)\s*=|url\(|@import|https?:|fetch\(""", report)
+    assert report.count("<svg") == 4 * 4
+    assert "Now in one line 😀" in report and "مرحبا" in report
+    assert 'title="depth 1"' in report
+
+
+def test_a_draft_alone_at_one_setting(home: Path, tmp_path: Path) -> None:
+    """Overrides apply wherever they stand; the recipe's file serves where no trained draft is asked for."""
+    recipe, suite = str(home / "runs/tiny-eagle3/recipe.yaml"), str(home / "suite.yaml")
+    words = (recipe, "drafts=[ngram]", "--out", str(tmp_path / "out"), "--no-leaderboard", "--suite", suite)
+    assert evaluate(*words, "limit=2", "temperatures=[0.0]", "batch=[1]", "repeats=2", "target.dtype=bfloat16") == 0
+    result = json.loads((tmp_path / "out" / "result.json").read_text("utf-8"))
+    assert [entry["draft"] for entry in result["drafts"]] == ["none", "ngram"]
+    assert result["hardware"].endswith("bfloat16") and result["prompts"] == 2
+    assert {path.name for path in tmp_path.iterdir()} == {"out"}
+
+
+def test_a_later_turn_that_does_not_fit_is_left_out_and_said(home: Path, tmp_path: Path) -> None:
+    prompts = tmp_path / "long.jsonl"
+    turns = ["x", "y" * 300]
+    prompts.write_text(json.dumps({"id": "long", "turns": turns}) + "\n" + json.dumps({"id": "b", "turns": ["z"]}))
+    words = (str(home / "runs/tiny-eagle3"), "--out", str(tmp_path / "out"), "--no-leaderboard")
+    overrides = (f"prompts={prompts}", "temperatures=[0.0]", "batch=[2]", "drafts=[ngram]")
+    assert evaluate(*words, "--suite", str(home / "suite.yaml"), *overrides) == 0
+    result = json.loads((tmp_path / "out" / "result.json").read_text("utf-8"))
+    assert result["notes"][0].startswith("long: from turn 2 on")
+    assert result["drafts"][0]["answers"] == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "error", "message"),
+    [
+        (["{run}"], UserError, "no --suite"),
+        (["--suite", "{suite}"], UserError, "no run"),
+        (["{run}", "{run}", "--suite", "{suite}"], UserError, "2 runs"),
+        (["{run}", "--suite", "{suite}", "kk=3"], RecipeError, "kk"),
+        (["{run}", "--suite", "{suite}", "target.dtypo=x"], RecipeError, "dtypo"),
+        (["{home}/nowhere", "--suite", "{suite}"], UserError, "nowhere"),
+        (["{run}/recipe.yaml", "--suite", "{suite}"], CheckpointError, "no draft is saved here"),
+        (["{run}", "--suite", "{suite}", "prompts={home}/too_long.jsonl"], DataError, "too-long has .* tokens"),
+    ],
+)
+def test_mistakes_are_one_clear_error(home: Path, words: list[str], error: type[UserError], message: str) -> None:
+    (home / "too_long.jsonl").write_text(json.dumps({"id": "too-long", "turns": ["x" * 400]}) + "\n")
+    names = {"home": home, "run": home / "runs/tiny-eagle3", "suite": home / "suite.yaml"}
+    with pytest.raises(error, match=message):
+        evaluate(*(word.format(**names) for word in words))
