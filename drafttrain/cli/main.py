@@ -9,11 +9,18 @@ from collections.abc import Sequence
 from types import ModuleType
 
 from drafttrain import __version__
+from drafttrain.cli import eval, inspect, prompts, regenerate, train
 from drafttrain.errors import UserError
 
 # One module a command, in the order of the work. A module has `register(subparsers)`, which sets the parser's
 # default `run` to a function of the parsed arguments; it imports nothing heavy before that is called.
-COMMANDS: tuple[ModuleType, ...] = ()
+COMMANDS: tuple[ModuleType, ...] = (
+    prompts,
+    regenerate,
+    inspect,
+    train,
+    eval,
+)
 
 
 def build_parser() -> argparse.ArgumentParser:

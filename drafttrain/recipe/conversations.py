@@ -1,6 +1,6 @@
 """From a recipe's `data` section to conversations on disk: collect the prompts once, answer them, resume.
 
-`drafttrain prompts`, `drafttrain regenerate` and a training run take the same steps into the same files, so each
+`drafttrain prompts`, `drafttrain regenerate` and a training run take the same steps into the same files: each
 goes on from where another stopped.
 """
 
@@ -22,7 +22,13 @@ from drafttrain.corpus.answers import (
 from drafttrain.corpus.chat import ChatRenderer
 from drafttrain.corpus.config import PromptSource
 from drafttrain.corpus.openai_server import ServerAnswers
-from drafttrain.corpus.readers import collect_prompts, read_conversations, read_prompts, write_prompts
+from drafttrain.corpus.readers import (
+    ReadResult,
+    collect_prompts,
+    read_conversations,
+    read_prompts,
+    write_prompts,
+)
 from drafttrain.corpus.types import Conversation, Prompt, Reject, TokenGenerator
 from drafttrain.engine.generation import TargetGenerator
 from drafttrain.errors import DataError, UserError
@@ -104,12 +110,24 @@ def prepare_prompts(recipe: Recipe, chat: ChatRenderer, target: Callable[[], InP
                 where=files.answers.parent,
                 remedy="choose another output_dir, or remove that folder",
             )
-    writes = any(source.source == "self" for source in recipe.data.prompts)
-    found = collect_prompts(recipe.data.prompts, chat=chat, generator=target().generator if writes else None)
+    found = collect(recipe, chat, target)
     write_prompts(files.prompts, found.items)
     _write_rejects(files.rejects, found.rejects)
     write_json(files.origin, origin)
     return found.items
+
+
+def collect(recipe: Recipe, chat: ChatRenderer, target: Callable[[], InProcess]) -> ReadResult[Prompt]:
+    """The recipe's prompts, read and written anew; nothing is kept on disk.
+
+    Args:
+        target: called only if a source is `self`.
+    """
+    sources = recipe.data.prompts
+    if not sources:
+        raise DataError("the recipe has no prompts", where="data.prompts", remedy="it reads data.path instead")
+    writes = any(source.source == "self" for source in sources)
+    return collect_prompts(sources, chat=chat, generator=target().generator if writes else None)
 
 
 def answer_prompts(
@@ -141,6 +159,17 @@ def prepare_conversations(
     Raises:
         DataError: nothing usable; see `prepare_prompts` and `regenerate`.
     """
+    if recipe.data.path is None and recipe.data.answers.source != "given":
+        answer_prompts(recipe, chat, target, progress)
+    return present_conversations(recipe)
+
+
+def present_conversations(recipe: Recipe) -> list[Conversation]:
+    """The conversations that are there: given ones, or those answered so far.
+
+    Raises:
+        DataError: none yet, or not readable.
+    """
     data = recipe.data
     if data.path is not None:
         return read_answers(_resource(data.path))
@@ -153,8 +182,7 @@ def prepare_conversations(
             for number, found in enumerate(given)
             for conversation in found.items
         ]
-    report = answer_prompts(recipe, chat, target, progress)
-    return read_answers(report.path)
+    return read_answers(ConversationFiles.of(recipe).answers)
 
 
 def data_hashes(recipe: Recipe) -> dict[str, str]:

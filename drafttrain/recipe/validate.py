@@ -46,7 +46,7 @@ _BOUNDS = {
 
 @dataclass
 class Validated:
-    """Outcome of `validate`: everything that is wrong, and the sections that are whole or were mended by a guess.
+    """Outcome of `validate`: everything that is wrong, and the sections that are whole or mended by a guess.
 
     With problems, the sections are good for further checks only.
     """
@@ -122,9 +122,7 @@ def _explain(
                 message = f"got {show(tag)}, expected one of {', '.join(known)}{_suggest(tag, known)}"
                 yield Problem((*path, key), message, source.origin((*path, key)))
             case "literal_error":
-                choices = [
-                    choice.strip("'") for choice in context["expected"].replace(" or ", ", ").split(", ")
-                ]
+                choices = [choice.strip("'") for choice in context["expected"].replace(" or ", ", ").split(", ")]
                 message = f"{got}, expected {context['expected']}"
                 yield Problem(path, message + _suggest(details["input"], choices), origin)
             case "value_error" | "assertion_error":
@@ -170,7 +168,7 @@ def _value_at(value: Any, path: KeyPath) -> Any:
 
 
 def _mend(schema: type[Config], name: str, section: Any, details: ErrorDetails) -> bool:
-    """In place: rename a misspelt key, drop an unknown one, correct a misspelt discriminator. True if it did."""
+    """In place: rename a misspelt key, drop an unknown one, correct a misspelt discriminator."""
     path = _real_path(section, tuple(details["loc"]))
     if details["type"] == "extra_forbidden":
         owner = _value_at(section, path[:-1])

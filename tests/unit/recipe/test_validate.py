@@ -91,8 +91,7 @@ def test_a_good_recipe_has_no_problems() -> None:
         (GOOD + "terms: [{weight: 1}]", "terms.0.name (line 3): missing"),
         (
             GOOD + "training:\n  epochs: 1\n  schedule: cosin",
-            "training.schedule (line 5): got \"cosin\", expected 'wsd', 'cosine' or 'constant'; "
-            "did you mean 'cosine'?",
+            "training.schedule (line 5): got \"cosin\", expected 'wsd', 'cosine' or 'constant'; did you mean 'cosine'?",
         ),
         (
             GOOD + "terms:\n- {name: ce}\n- {name: fwd_kl}",
@@ -139,12 +138,17 @@ def test_all_mistakes_are_reported_together() -> None:
 
 def test_a_misspelt_key_hides_no_other_problem() -> None:
     """The value of a misspelt key is checked under its right name, and so is what depends on it."""
-    assert messages(GOOD + "training: {epoch: 1}") == [
-        "training.epoch (line 3): unknown key; did you mean 'epochs'?"
-    ]
+    assert messages(GOOD + "training: {epoch: 1}") == ["training.epoch (line 3): unknown key; did you mean 'epochs'?"]
     assert messages(GOOD + "training: {learning: 1}") == [
         "training.learning (line 3): unknown key; known here: epochs, lr, betas, packing, schedule",
         "training (line 3): give `epochs`",
+    ]
+
+
+def test_a_misspelt_discriminator_hides_no_other_problem() -> None:
+    assert messages("name: x\ndrafter: {family: eagel, dept: 3}\n") == [
+        "drafter.family (line 2): got \"eagel\", expected one of eagle, medusa; did you mean 'eagle'?",
+        "drafter.dept (line 2): unknown key; did you mean 'depth'?",
     ]
 
 

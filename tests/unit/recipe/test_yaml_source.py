@@ -90,9 +90,7 @@ def overridden(text: str, *overrides: str) -> Source:
 
 
 def test_overrides_reach_into_mappings_and_lists() -> None:
-    source = overridden(
-        "a: {b: [1, {c: 2}]}", "a.b.1.c=3e-4", "a.b.0=[x, y]", "new.deep=off", "z={k: 1}", "e="
-    )
+    source = overridden("a: {b: [1, {c: 2}]}", "a.b.1.c=3e-4", "a.b.0=[x, y]", "new.deep=off", "z={k: 1}", "e=")
     assert source.problems == []
     assert source.data == {
         "a": {"b": [["x", "y"], {"c": 3e-4}]},
@@ -139,9 +137,7 @@ _SCALAR = (
     | st.integers(-(10**12), 10**12)
     | st.floats(allow_nan=False)
     | st.text(st.characters(exclude_categories=["Cs", "Cc"]), max_size=20)
-    | st.sampled_from(
-        ["1e-3", "off", "010", "null", "", " a", "2026-01-01", "0x1f", "1:30", "+.inf", "-", "=", "<<"]
-    )
+    | st.sampled_from(["1e-3", "off", "010", "null", "", " a", "2026-01-01", "0x1f", "1:30", "+.inf", "-", "=", "<<"])
 )
 _KEY = st.text("abcdefgh_10", min_size=1, max_size=8)
 _VALUE = st.recursive(

@@ -1,0 +1,61 @@
+"""What several commands share: a recipe's arguments, its chat, its target when one is needed, a progress bar."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from drafttrain.corpus.chat import ChatRenderer
+    from drafttrain.recipe.conversations import InProcess
+    from drafttrain.recipe.schema import Recipe
+
+Subparsers = argparse._SubParsersAction  # argparse gives the type no public name
+
+
+def add_recipe(parser: argparse.ArgumentParser) -> None:
+    """`RECIPE [key=value ...]`."""
+    parser.add_argument("recipe", help="a YAML file, a shipped recipe, or a run's folder")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="such as data.prompts.0.count=20")
+
+
+def chat_of(recipe: Recipe) -> ChatRenderer:
+    """The chat template of a recipe's target; reads no weights."""
+    from drafttrain.corpus.chat import ChatRenderer
+    from drafttrain.targets.load import load_text_config, load_tokenizer
+
+    tokenizer = load_tokenizer(recipe.target)
+    eos = load_text_config(recipe.target).eos_token_id
+    stops = [] if eos is None else eos if isinstance(eos, list) else [eos]
+    return ChatRenderer(tokenizer, recipe.data.template_kwargs, stops)
+
+
+def target_when_needed(recipe: Recipe, console: Console) -> Callable[[], InProcess]:
+    """Loads the target at the first call."""
+    loaded: list[InProcess] = []
+
+    def load() -> InProcess:
+        if not loaded:
+            from drafttrain.recipe.conversations import InProcess
+            from drafttrain.targets.load import load_target
+
+            console.print(f"loading the target {recipe.target.model} ({recipe.target.dtype})")
+            loaded.append(InProcess.of(load_target(recipe.target), recipe.data.answers.batch_size))
+        return loaded[0]
+
+    return load
+
+
+@contextmanager
+def progress_bar(console: Console, what: str) -> Iterator[Callable[[int, int], None]]:
+    """A bar that is told (done, all)."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console) as bar:
+        task = bar.add_task(what, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
