@@ -56,9 +56,7 @@ class DraftArch(Config):
         if heads % kv_heads:
             raise ValueError(f"num_heads {heads} is not a multiple of num_kv_heads {kv_heads}")
         if head_dim % 2:
-            raise ValueError(
-                f"hidden_size {hidden} / num_heads {heads} gives a head of {head_dim}: it must be even"
-            )
+            raise ValueError(f"hidden_size {hidden} / num_heads {heads} gives a head of {head_dim}: it must be even")
         return DraftArch(
             hidden_size=hidden,
             intermediate_size=intermediate_size or _intermediate(text, hidden),

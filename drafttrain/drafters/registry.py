@@ -14,9 +14,7 @@ from drafttrain.drafters.medusa.config import MedusaConfig
 if TYPE_CHECKING:
     from drafttrain.drafters.base import Drafter
 
-DrafterConfig = Annotated[
-    Eagle3Config | Eagle1Config | MedusaConfig | DraftLMConfig, Field(discriminator="family")
-]
+DrafterConfig = Annotated[Eagle3Config | Eagle1Config | MedusaConfig | DraftLMConfig, Field(discriminator="family")]
 
 FAMILIES: dict[str, tuple[type[Eagle3Config | Eagle1Config | MedusaConfig | DraftLMConfig], str]] = {
     "eagle3": (Eagle3Config, "drafttrain.drafters.eagle.eagle3:Eagle3Drafter"),

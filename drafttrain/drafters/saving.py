@@ -146,9 +146,7 @@ def check_state(drafter: Drafter, tensors: Mapping[str, Tensor], where: str | Pa
     expected, _ = _expected(drafter)
     missing, extra = sorted(set(expected) - set(tensors)), sorted(set(tensors) - set(expected))
     if missing or extra:
-        raise CheckpointError(
-            f"tensors missing: {missing or 'none'}, unknown: {extra or 'none'}", where=where
-        )
+        raise CheckpointError(f"tensors missing: {missing or 'none'}, unknown: {extra or 'none'}", where=where)
     wrong = [
         f"{name} is {tuple(tensors[name].shape)}, not {tuple(shape)}"
         for name, shape in expected.items()
@@ -162,9 +160,7 @@ def check_state(drafter: Drafter, tensors: Mapping[str, Tensor], where: str | Pa
         )
     broken = [n for n, t in tensors.items() if t.is_floating_point() and not bool(t.isfinite().all())]
     if broken:
-        raise CheckpointError(
-            f"NaN or Inf in {', '.join(broken)}", where=where, remedy="lower the learning rate"
-        )
+        raise CheckpointError(f"NaN or Inf in {', '.join(broken)}", where=where, remedy="lower the learning rate")
 
 
 def read_meta(folder: str | Path) -> DraftMeta:
@@ -265,7 +261,9 @@ def warm_start(drafter: Drafter, folder: str | Path) -> DraftMeta:
     """
     meta = read_meta(folder)
     if meta.family != drafter.family:
-        raise CheckpointError(f"is a {meta.family} draft, the recipe asks for {drafter.family}", where=folder)
+        raise CheckpointError(
+            f"holds a draft of family {meta.family}, the recipe asks for {drafter.family}", where=folder
+        )
     if saved_vocab_map(folder) != drafter.vocab_map:
         raise CheckpointError(
             "the saved draft has another vocabulary map (d2t) than the new one",

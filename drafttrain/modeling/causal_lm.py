@@ -31,15 +31,19 @@ class CausalLM(nn.Module):
     Logits are never computed by `forward`: callers apply `lm_head` to the rows they want.
     """
 
+    body: Any
+    layers: nn.ModuleList
+    norm: nn.Module
+
     def __init__(self, hf: Any) -> None:
         super().__init__()
         register()
         self.hf = hf
         self.config = hf.config.get_text_config()
         hf.set_attn_implementation(ATTENTION_NAME)
-        self.body = _find_body(hf)
-        self.layers: nn.ModuleList = self.body.layers
-        self.norm: nn.Module = _find_norm(self.body)
+        # Views into `hf`, not submodules of their own: the state dict must hold every tensor once.
+        body = _find_body(hf)
+        vars(self).update(body=body, layers=body.layers, norm=_find_norm(body))
         self.n_layers = len(self.layers)
         self.hidden_size: int = self.config.hidden_size
         self._cache_argument = _cache_argument(self.body)

@@ -51,9 +51,7 @@ class EagleDrafter(Drafter, Generic[W]):
         """A serving cache for `rows` rows of up to `length` slots, in the draft's dtype and device."""
         weight = next(self.parameters())
         arch = self.arch
-        return StaticKVCache(
-            self.n_layers, arch.num_kv_heads, arch.head_dim, rows, length, weight.dtype, weight.device
-        )
+        return StaticKVCache(self.n_layers, arch.num_kv_heads, arch.head_dim, rows, length, weight.dtype, weight.device)
 
     def saved_arch(self) -> dict[str, Any]:
         """The resolved sizes, as JSON."""
@@ -137,9 +135,7 @@ class EagleDrafter(Drafter, Generic[W]):
         features = taps[0] if len(taps) == 1 else torch.cat(taps, dim=-1)
         state = self.read_features(weights, self.disturb(features))
         tokens = (
-            F.pad(batch.tokens[:, 1:], (0, depths), mode="replicate")
-            if slots > 1
-            else batch.tokens.expand(-1, depths)
+            F.pad(batch.tokens[:, 1:], (0, depths), mode="replicate") if slots > 1 else batch.tokens.expand(-1, depths)
         )
         from_tokens = self.read_tokens(weights, tokens, dtype)
         cache = UnrollCache(batch.segments, self.n_layers)

@@ -38,9 +38,7 @@ class Eagle1Drafter(EagleDrafter[Eagle1Weights]):
     family = "eagle1"
     config: Eagle1Config
 
-    def __init__(
-        self, config: Eagle1Config, arch: DraftArch, device: torch.device | str | None = None
-    ) -> None:
+    def __init__(self, config: Eagle1Config, arch: DraftArch, device: torch.device | str | None = None) -> None:
         super().__init__(arch, device)
         self.config = config
         self.feature_spec = FeatureSpec((Tap.final,))
@@ -49,9 +47,7 @@ class Eagle1Drafter(EagleDrafter[Eagle1Weights]):
         self.n_layers = 1
         hidden = arch.hidden_size
         self.fc = nn.Linear(2 * hidden, hidden, bias=False, device=device)
-        self.layers = nn.ModuleList(
-            [EagleLayer(arch, reads_embedding=False, state_norm=False, device=device)]
-        )
+        self.layers = nn.ModuleList([EagleLayer(arch, reads_embedding=False, state_norm=False, device=device)])
 
     @classmethod
     def from_text_config(
@@ -92,9 +88,7 @@ class Eagle1Drafter(EagleDrafter[Eagle1Weights]):
     def pack(self, dtype: torch.dtype) -> Eagle1Weights:
         """Cast and concatenate the weights, differentiably."""
         fc, hidden = self.fc.weight.to(dtype), self.arch.hidden_size
-        return Eagle1Weights(
-            fc[:, :hidden].contiguous(), fc[:, hidden:].contiguous(), self._layer().pack(dtype)
-        )
+        return Eagle1Weights(fc[:, :hidden].contiguous(), fc[:, hidden:].contiguous(), self._layer().pack(dtype))
 
     def read_tokens(self, weights: Eagle1Weights, tokens: Tensor, dtype: torch.dtype) -> Tensor | None:
         """The embedding's half of fc."""

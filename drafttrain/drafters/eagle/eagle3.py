@@ -74,10 +74,7 @@ class Eagle3Drafter(EagleDrafter[Eagle3Weights]):
         self.midlayer = EagleLayer(
             arch, reads_embedding=True, norm_before_residual=config.norm_before_residual, device=device
         )
-        more = {
-            str(i): EagleLayer(arch, reads_embedding=False, device=device)
-            for i in range(1, config.num_layers)
-        }
+        more = {str(i): EagleLayer(arch, reads_embedding=False, device=device) for i in range(1, config.num_layers)}
         self.layers = nn.ModuleDict(more)
         self.norm = RMSNorm(arch.hidden_size, eps, device)
         self.lm_head = nn.Linear(arch.hidden_size, vocab_map.size, bias=False, device=device)

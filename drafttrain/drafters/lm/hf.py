@@ -31,9 +31,7 @@ def draft_text_config(config: DraftLMConfig, text: Any) -> Any:
     if config.init == "target_layers":
         layers = config.layers_for(text.num_hidden_layers)
         if layers[-1] >= text.num_hidden_layers:
-            raise ValueError(
-                f"layers: the target has blocks 0..{text.num_hidden_layers - 1}, not {layers[-1]}"
-            )
+            raise ValueError(f"layers: the target has blocks 0..{text.num_hidden_layers - 1}, not {layers[-1]}")
     else:
         assert config.num_layers is not None
         layers = tuple(range(config.num_layers))
@@ -96,15 +94,19 @@ def copy_blocks(draft: CausalLM, target: CausalLM, layers: tuple[int, ...]) -> N
         match = _LAYER.match(name)
         wanted = name if match is None else f"{match[1]}{layers[int(match[2])]}{match[3]}"
         if wanted not in source or source[wanted].shape != tensor.shape:
-            raise ValueError(
-                f"the target has no tensor {wanted} of shape {tuple(tensor.shape)} to start from"
-            )
+            raise ValueError(f"the target has no tensor {wanted} of shape {tuple(tensor.shape)} to start from")
         tensor.copy_(source[wanted])
 
 
 @torch.no_grad()
 def copy_checkpoint(draft: CausalLM, name: str) -> None:
     """Load the weights of another causal LM, safetensors only."""
-    _load_config(name)
-    loaded: Any = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32, use_safetensors=True)
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32, use_safetensors=True)
+    except (OSError, ValueError) as error:
+        raise TargetError(
+            f"no weights can be loaded from here: {str(error).splitlines()[0]}",
+            where=name,
+            remedy="only safetensors are read; convert pickled weights with `save_pretrained`",
+        ) from None
     draft.hf.load_state_dict(loaded.state_dict())

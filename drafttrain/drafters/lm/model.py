@@ -40,6 +40,7 @@ class DraftLM(Drafter):
         super().__init__()
         self.config = config
         self.lm = CausalLM(hf)
+        self._recompute = False
         if self.lm.vocab_size != vocab_size:
             raise ValueError(
                 f"the draft has {self.lm.vocab_size} tokens, the target {vocab_size}: they must be the same"
@@ -90,14 +91,16 @@ class DraftLM(Drafter):
     @property
     def gradient_checkpointing(self) -> bool:
         """Recompute activations in the backward pass."""
-        return bool(self.lm.hf.is_gradient_checkpointing)
+        return self._recompute
 
     @gradient_checkpointing.setter
     def gradient_checkpointing(self, on: bool) -> None:
-        if on:
-            self.lm.hf.gradient_checkpointing_enable({"use_reentrant": False})
-        else:
-            self.lm.hf.gradient_checkpointing_disable()
+        self._recompute = on
+        hf = self.lm.hf
+        # transformers 5.2x renamed the switch.
+        new = hasattr(hf, "activation_checkpointing_enable")
+        switch = f"{'activation' if new else 'gradient'}_checkpointing_{'enable' if on else 'disable'}"
+        getattr(hf, switch)(*([{"use_reentrant": False}] if on else []))
 
     def new_cache(self, rows: int, length: int) -> StaticKVCache:
         """A serving cache for `rows` rows of up to `length` tokens."""

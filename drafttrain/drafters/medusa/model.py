@@ -23,9 +23,7 @@ class ResidualBlocks(nn.Module):
 
     def __init__(self, hidden: int, n_layers: int, device: torch.device | str | None = None) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(
-            nn.Linear(hidden, hidden, bias=False, device=device) for _ in range(n_layers)
-        )
+        self.layers = nn.ModuleList(nn.Linear(hidden, hidden, bias=False, device=device) for _ in range(n_layers))
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., H] -> [..., H]."""
@@ -44,22 +42,16 @@ class MedusaDrafter(Drafter):
     family = "medusa"
     config: MedusaConfig
 
-    def __init__(
-        self, config: MedusaConfig, arch: DraftArch, device: torch.device | str | None = None
-    ) -> None:
+    def __init__(self, config: MedusaConfig, arch: DraftArch, device: torch.device | str | None = None) -> None:
         super().__init__()
         self.config, self.arch = config, arch
         self.feature_spec = FeatureSpec((Tap.final,))
         self.vocab_map = VocabMap.full(arch.vocab_size)
         self.max_depth = config.num_heads
         hidden = arch.target_hidden_size
-        self.blocks = nn.ModuleList(
-            ResidualBlocks(hidden, config.num_layers, device) for _ in range(config.num_heads)
-        )
+        self.blocks = nn.ModuleList(ResidualBlocks(hidden, config.num_layers, device) for _ in range(config.num_heads))
         own = config.num_heads if config.head == "own" else 0
-        self.lm_heads = nn.ModuleList(
-            nn.Linear(hidden, arch.vocab_size, bias=False, device=device) for _ in range(own)
-        )
+        self.lm_heads = nn.ModuleList(nn.Linear(hidden, arch.vocab_size, bias=False, device=device) for _ in range(own))
 
     @classmethod
     def from_text_config(
@@ -67,9 +59,7 @@ class MedusaDrafter(Drafter):
     ) -> MedusaDrafter:
         """Build for a target, always over its whole vocabulary. The blocks start as the identity."""
         if vocab_map is not None and not vocab_map.is_full:
-            raise ValueError(
-                "medusa heads span the target's vocabulary: a smaller draft vocabulary is not possible"
-            )
+            raise ValueError("medusa heads span the target's vocabulary: a smaller draft vocabulary is not possible")
         drafter = cls(config, DraftArch.from_target(text), device)
         for weight in drafter.blocks.parameters():
             nn.init.zeros_(weight)
