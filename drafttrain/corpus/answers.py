@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,10 +27,16 @@ class Question:
 
 @dataclass(frozen=True)
 class Answer:
-    """An assistant message, and whether the model ended it itself (False: cut at the token limit)."""
+    """An assistant message.
+
+    Attributes:
+        finished: the model ended it itself (False: cut at the token limit).
+        tokens: the ids it emitted, where they are known.
+    """
 
     message: Message
     finished: bool
+    tokens: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -107,7 +114,7 @@ class TargetAnswers:
             stop=self.chat.stop_ids,
         ):
             text, finished = self.chat.answer_text(tokens, config.max_new_tokens)
-            yield origin[position], Answer({"role": "assistant", "content": text}, finished)
+            yield origin[position], Answer({"role": "assistant", "content": text}, finished, tokens)
 
 
 @dataclass
@@ -128,11 +135,14 @@ class _Open:
     messages: list[Message]
     turns: list[str]
     cut: list[int] = field(default_factory=list)
+    tokens: dict[int, list[int]] = field(default_factory=dict)
 
     def take(self, answer: Answer) -> bool:
         """Add an answer and the user turn after it; True when the conversation is complete."""
         if not answer.finished:
             self.cut.append(len(self.messages))
+        if answer.tokens:
+            self.tokens[len(self.messages)] = answer.tokens
         self.messages.append(answer.message)
         if not self.turns:
             return True
@@ -140,7 +150,8 @@ class _Open:
         return False
 
     def close(self) -> Conversation:
-        return Conversation(self.prompt.id, self.messages, self.prompt.tools, self.prompt.meta, tuple(self.cut))
+        prompt = self.prompt
+        return Conversation(prompt.id, self.messages, prompt.tools, prompt.meta, tuple(self.cut), self.tokens)
 
 
 def regenerate(
@@ -189,7 +200,7 @@ def regenerate(
                 if isinstance(outcome, Failure):
                     report.rejects.append(Reject(conversation.prompt.id, outcome.reason, str(path)))
                 elif conversation.take(outcome):
-                    _append(file, conversation.close().to_json())
+                    _append(file, path, conversation.close().to_json())
                     report.written += 1
                 else:
                     further.append(conversation)
@@ -219,9 +230,18 @@ def read_answers(path: str | Path) -> list[Conversation]:
     return conversations
 
 
-def _append(file: IO[bytes], record: dict[str, Any]) -> None:
-    file.write(json.dumps(record, ensure_ascii=False).encode() + b"\n")
-    file.flush()
+def _append(file: IO[bytes], path: Path, record: dict[str, Any]) -> None:
+    """Write one line at once, past the buffer: closing the file later must not meet a full disk again."""
+    line = json.dumps(record, ensure_ascii=False).encode() + b"\n"
+    try:
+        while line:
+            line = line[os.write(file.fileno(), line) :]
+    except OSError as error:
+        raise DataError(
+            f"cannot be written: {error.strerror}",
+            where=path,
+            remedy="free some space and run again: what stands is kept",
+        ) from error
 
 
 def _lock(file: IO[bytes], path: Path) -> None:

@@ -150,6 +150,7 @@ class ChatRenderer:
                 conversation.tools,
                 conversation.meta,
                 conversation.cut,
+                conversation.tokens,
             )
             outcome, turns = self._tokenise(part, max_length, covered)
             covered |= turns
@@ -184,6 +185,8 @@ class ChatRenderer:
         ids = np.asarray(encoding.ids, dtype=np.int32)
         # A token that straddles the start (an answer's newline merged into the header) is not emitted.
         begins = np.fromiter((begin for begin, _ in encoding.offsets), dtype=np.int64, count=len(ids))
+        pieces: list[NDArray[np.int32]] = []
+        copied = shift = 0
         firsts = np.searchsorted(begins, [turn.start for turn in turns], side="left").tolist()
         if firsts[0] >= max_length:
             return refuse(f"the prompt has {firsts[0]} tokens, which leaves no room in a context of {max_length}")
@@ -191,13 +194,13 @@ class ChatRenderer:
         ends = np.flatnonzero(np.isin(ids, list(self.stop_ids)))
         spans: list[tuple[int, int]] = []
         for number, (turn, first) in enumerate(zip(turns, firsts, strict=True)):
-            if turn.message in covered or first >= max_length:
-                continue
             limit = firsts[number + 1] if number + 1 < len(firsts) else len(ids)
             at = int(np.searchsorted(ends, first))
             last = int(ends[at]) if at < len(ends) and ends[at] < limit else None
-            if turn.message in cut:
-                last = limit - 1 if last is None else last - 1
+            if turn.message in cut and last is not None:
+                last -= 1
+            elif turn.message in cut and limit == len(ids):
+                last = limit - 1
             if last is None:
                 continue
             if marks is not None:
@@ -205,8 +208,16 @@ class ChatRenderer:
                 if not len(marked):
                     continue
                 first += int(marked[0])
-            if min(last, max_length - 1) > first:
-                spans.append((first, min(last, max_length - 1)))
+            length = last + 1 - first
+            emitted = self._emitted(conversation, turn.message) if begins[first] == turn.start else None
+            if emitted is not None:
+                pieces += [ids[copied:first], emitted]
+                copied, length = last + 1, len(emitted)
+            span = first + shift, min(first + shift + length, max_length) - 1
+            shift += length - (last + 1 - first)
+            if turn.message not in covered and span[1] > span[0]:
+                spans.append(span)
+        ids = np.concatenate([*pieces, ids[copied:]])
         settled = {turn.message for turn in turns}
         if not spans:
             return Reject(conversation.id, "no answer has a token to learn after its first"), settled
@@ -218,6 +229,18 @@ class ChatRenderer:
                 remedy="use a chat template that renders the user's turn before the answer",
             )
         return sample, settled
+
+    def _emitted(self, conversation: Conversation, message: int) -> NDArray[np.int32] | None:
+        """The very tokens of an answer, if they are known and still say what the message says."""
+        tokens = conversation.tokens.get(message)
+        if not tokens:
+            return None
+        stopped = tokens[-1] in self.stop_ids
+        text = str(self.tokenizer.decode(tokens[:-1] if stopped else tokens, skip_special_tokens=True))
+        if text.rstrip("\ufffd") != str(conversation.messages[message].get("content")).rstrip("\ufffd"):
+            return None
+        whole = stopped or message in conversation.cut
+        return np.asarray(tokens if whole else [*tokens, self.end_of_turn], dtype=np.int32)
 
     def _marks(
         self, messages: list[Message], tools: list[dict[str, Any]], ids: NDArray[np.int32]

@@ -51,6 +51,9 @@ class Conversation:
     Attributes:
         cut: indices of assistant messages that stopped at the token limit. The model did not end them, so
             their end-of-turn token is not supervised.
+        tokens: message index -> the very token ids that the model emitted, where they are known. Encoding the
+            text again would give others now and then (two newlines as one token or as two), and a draft has to
+            follow what is emitted.
     """
 
     id: str
@@ -58,6 +61,7 @@ class Conversation:
     tools: list[dict[str, Any]] = field(default_factory=list)
     meta: dict[str, Any] = field(default_factory=dict)
     cut: tuple[int, ...] = ()
+    tokens: dict[int, list[int]] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         """The JSONL record of an answered set; empty fields are left out."""
@@ -68,6 +72,7 @@ class Conversation:
                 "tools": self.tools,
                 "meta": self.meta,
                 "cut": list(self.cut),
+                "tokens": {str(index): ids for index, ids in self.tokens.items()},
             }
         )
 
@@ -80,6 +85,7 @@ class Conversation:
             tools=list(record.get("tools", [])),
             meta=dict(record.get("meta", {})),
             cut=tuple(int(index) for index in record.get("cut", ())),
+            tokens={int(index): [int(i) for i in ids] for index, ids in record.get("tokens", {}).items()},
         )
 
 

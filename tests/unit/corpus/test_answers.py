@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -18,7 +19,7 @@ from drafttrain.corpus.answers import Answer, Failure, Question, TargetAnswers, 
 from drafttrain.corpus.chat import ChatRenderer
 from drafttrain.corpus.config import AnswersConfig
 from drafttrain.corpus.synthesis import synthesise, user_turn_opening
-from drafttrain.corpus.types import Prompt
+from drafttrain.corpus.types import Prompt, Sample
 from drafttrain.engine.generation import TargetGenerator
 from drafttrain.errors import DataError
 from tests.chats import CHATML, chat_tokenizer, user
@@ -163,6 +164,22 @@ def test_two_runs_cannot_write_to_one_file(tmp_path: Path) -> None:
     assert regenerate(prompts(2), Nested(), path).written == 2
 
 
+def test_a_full_disk_is_one_error_and_what_stands_is_kept(tmp_path: Path) -> None:
+    path = tmp_path / "out.jsonl"
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+    try:
+        with pytest.raises(DataError, match="cannot be written") as caught:
+            regenerate(prompts(30), Echo(), path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert "what stands is kept" in str(caught.value)
+    kept = len(read_answers(path))
+    assert kept > 1
+    report = regenerate(prompts(30), Echo(), path)
+    assert (report.resumed, report.written) == (kept, 30 - kept)
+
+
 # --- a real model in this process ------------------------------------------------------------------------------
 
 
@@ -201,6 +218,11 @@ def test_answers_of_a_model_are_what_it_generates(tmp_path: Path, model: tuple[T
     text, finished = chat.answer_text(tokens, 12)
     assert answers["a"].messages[1]["content"] == text
     assert (1 in answers["a"].cut) == (not finished)
+    assert answers["a"].tokens[1] == tokens
+    sample = chat.sample(answers["b"], 512)
+    prompt = chat.prompt_ids([user("😀")])
+    assert isinstance(sample, Sample)
+    assert sample.ids.tolist() == prompt + answers["b"].tokens[1]
     assert len(answers["a"].messages) == 4
 
 

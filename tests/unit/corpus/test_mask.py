@@ -319,3 +319,53 @@ def test_masking_renders_and_encodes_once_however_many_turns() -> None:
         sample = sample_of(chat, conversation([("Hi", "fine, thanks")] * turns))
         assert len(sample.spans) == turns
         assert rendered == [2 * turns] * 2
+
+
+# --- the tokens that were emitted ------------------------------------------------------------------------------
+
+
+@settings(max_examples=40, deadline=None)
+@given(EXCHANGES, st.sampled_from([CHATML, LLAMA3, GEMMA]), st.data())
+def test_emitted_tokens_stand_in_the_sample_where_they_are_known(
+    exchanges: list[tuple[str, str]], template: str, data: st.DataObject
+) -> None:
+    """Tokens that another encoding of the same text would not give: split to single bytes."""
+    chat = renderer(template)
+    messages = conversation([(ask, answer.strip()) for ask, answer in exchanges])
+    tokens = {}
+    for index in range(1, len(messages), 2):
+        pieces = [chat.encode(character) for character in messages[index]["content"]]
+        if data.draw(st.booleans()):
+            tokens[index] = [token for piece in pieces for token in piece]
+            if data.draw(st.booleans()):
+                tokens[index].append(chat.end_of_turn)
+    plain = sample_of(chat, messages)
+    outcome = chat.sample(Conversation("c", messages, tokens=tokens), 10_000)
+    assert isinstance(outcome, Sample)
+    assert chat.tokenizer.decode(outcome.ids.tolist()) == chat.tokenizer.decode(plain.ids.tolist())
+    known = [
+        [*ids, chat.end_of_turn] if ids[-1] != chat.end_of_turn else ids for ids in tokens.values() if len(ids) > 1
+    ]
+    spans = [outcome.ids[first : last + 1].tolist() for first, last in outcome.spans]
+    assert all(ids in spans for ids in known)
+    assert all(outcome.ids[last] == chat.end_of_turn for _, last in outcome.spans)
+
+
+def test_emitted_tokens_of_an_edited_answer_are_not_used() -> None:
+    chat = renderer(CHATML)
+    messages = conversation([("Hi", "I am fine.")])
+    stale = Conversation("c", messages, tokens={1: [*chat.encode("I am not."), chat.end_of_turn]})
+    outcome = chat.sample(stale, 100)
+    assert isinstance(outcome, Sample)
+    assert outcome.ids.tolist() == sample_of(chat, messages).ids.tolist()
+
+
+def test_emitted_tokens_of_a_cut_answer_end_without_end_of_turn() -> None:
+    chat = renderer(CHATML)
+    messages = conversation([("Hi", "go"), ("So", "on")])
+    tokens = {index: [chat.encode(c)[0] for c in messages[index]["content"]] for index in (1, 3)}
+    outcome = chat.sample(Conversation("c", messages, cut=(1, 3), tokens=tokens), 100)
+    assert isinstance(outcome, Sample)
+    assert [outcome.ids[a : b + 1].tolist() for a, b in outcome.spans] == [tokens[1], tokens[3]]
+    short = chat.sample(Conversation("c", messages, cut=(1, 3), tokens=tokens), outcome.spans[1][0] + 1)
+    assert isinstance(short, Sample) and short.spans == outcome.spans[:1]
