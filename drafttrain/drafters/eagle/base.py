@@ -85,6 +85,16 @@ class EagleDrafter(Drafter, Generic[W]):
         super().train(mode)
         return self
 
+    def _apply(self, fn: Any, recurse: bool = True) -> EagleDrafter[W]:
+        # Another dtype or device: what was packed is neither.
+        self._packed = None
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        return self
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        self._packed = None
+        super()._load_from_state_dict(*args)
+
     def weights(self, dtype: torch.dtype) -> W:
         """The packed weights: kept ones when serving, else made from the parameters."""
         if self._packed is not None and not torch.is_grad_enabled():

@@ -131,10 +131,10 @@ class Eagle3Drafter(EagleDrafter[Eagle3Weights]):
             self._map = VocabMap(self.d2t, self.t2d)
         return self._map
 
-    def _load_from_state_dict(self, *args: object, **kwargs: object) -> None:
-        super()._load_from_state_dict(*args, **kwargs)
+    def _load_from_state_dict(self, *args: Any) -> None:
         # The buffers keep their identity but not their content.
         self._map = None
+        super()._load_from_state_dict(*args)
 
     def all_layers(self) -> list[EagleLayer]:
         """The first layer and those beyond it."""

@@ -218,7 +218,12 @@ def test_packed_weights_follow_training() -> None:
         draft.get_parameter("fc.weight").mul_(2.0)
         draft.get_parameter("midlayer.mlp.down_proj.weight").mul_(2.0)
         after = draft.unroll(batch, 1)[0].readout
-    assert not torch.allclose(before, after)
+        assert not torch.allclose(before, after)
+        draft.prepare_for_inference()
+        draft.load_state_dict({**draft.state_dict(), "norm.weight": torch.zeros(32)})
+        assert float(draft.unroll(batch, 1)[0].readout.abs().max()) == 0.0
+        draft.prepare_for_inference()
+        assert draft.double().unroll(batch, 1)[0].readout.dtype == torch.float64
 
 
 def test_serving_copy() -> None:
