@@ -94,18 +94,31 @@ def save_draft(
         "target": dict(target),
         "provenance": dict(provenance or {}),
     }
-    final = Path(folder)
-    old = final.with_name(f".{final.name}.old")
-    if replace and final.exists():
-        shutil.rmtree(old, ignore_errors=True)
-        staging = final.with_name(f".{final.name}.new")
-        shutil.rmtree(staging, ignore_errors=True)
-        _write(staging, tensors, meta)
-        final.rename(old)
-        staging.rename(final)
-        shutil.rmtree(old, ignore_errors=True)
+    if replace:
+        _replace(Path(folder), tensors, meta)
     else:
-        _write(final, tensors, meta)
+        _write(Path(folder), tensors, meta)
+
+
+def _replace(final: Path, tensors: dict[str, Tensor], meta: dict[str, Any]) -> None:
+    staging = final.with_name(f".{final.name}.new")
+    shutil.rmtree(staging, ignore_errors=True)
+    _write(staging, tensors, meta)
+    if final.exists():
+        shutil.rmtree(_aside(final), ignore_errors=True)
+        final.rename(_aside(final))
+    staging.rename(final)
+    shutil.rmtree(_aside(final), ignore_errors=True)
+
+
+def _aside(folder: Path) -> Path:
+    return folder.with_name(f".{folder.name}.old")
+
+
+def _settled(folder: str | Path) -> Path:
+    """The folder, or the one before it if a kill came between the two renames of a replacement."""
+    final = Path(folder)
+    return _aside(final) if not final.exists() and _aside(final).exists() else final
 
 
 def _write(folder: Path, tensors: dict[str, Tensor], meta: dict[str, Any]) -> None:
@@ -169,7 +182,7 @@ def read_meta(folder: str | Path) -> DraftMeta:
     Raises:
         CheckpointError: no saved draft, or one of another version.
     """
-    path = Path(folder) / META
+    path = _settled(folder) / META
     if not path.exists():
         raise CheckpointError(
             f"no draft is saved here: there is no {META}",
@@ -206,7 +219,7 @@ def load_draft(
 
 
 def _read_tensors(folder: str | Path) -> dict[str, Tensor]:
-    path = Path(folder) / WEIGHTS
+    path = _settled(folder) / WEIGHTS
     try:
         return load_file(path)
     except FileNotFoundError:
@@ -241,7 +254,7 @@ def saved_vocab_map(folder: str | Path) -> VocabMap:
         CheckpointError: no saved draft, or no valid map.
     """
     meta = read_meta(folder)
-    path = Path(folder) / WEIGHTS
+    path = _settled(folder) / WEIGHTS
     try:
         with safe_open(path, framework="pt") as file:
             names = set(file.keys())

@@ -110,6 +110,11 @@ def test_replace_swaps_and_existing_folders_are_kept_without_it(tmp_path: Path) 
     save_draft(tmp_path / "d", second, target=TARGET, replace=True)
     assert torch.equal(load_draft(tmp_path / "d")[0].state_dict()["fc.weight"], second.state_dict()["fc.weight"])
     assert [path.name for path in tmp_path.iterdir()] == ["d"]
+    # Killed between the two renames: the one before is still found, and the next save clears up.
+    (tmp_path / "d").rename(tmp_path / ".d.old")
+    assert torch.equal(load_draft(tmp_path / "d")[0].state_dict()["fc.weight"], second.state_dict()["fc.weight"])
+    save_draft(tmp_path / "d", first, target=TARGET, replace=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["d"]
 
 
 def _without(state: dict[str, Any]) -> None:
