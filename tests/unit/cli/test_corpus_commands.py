@@ -1,0 +1,143 @@
+"""`prompts`, `regenerate` and `inspect` on a tiny target: what they write, keep, resume and refuse."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from drafttrain.cli.main import main
+from tests.chats import CHATML, chat_tokenizer
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("target")
+    tokenizer = chat_tokenizer(CHATML)
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=160,
+        eos_token_id=tokenizer.eos_token_id,
+        initializer_range=0.3,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def recipe(target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A recipe with two prompts and one row that is none, in a folder of its own."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("DRAFTTRAIN_CACHE", str(tmp_path / "cache"))
+    rows = [{"prompt": "How are you?"}, {"nothing": 1}, {"turns": ["Why?", "And then? 你好 😀"], "id": "two"}]
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    values = {
+        "name": "tiny",
+        "target": {"model": str(target), "dtype": "float32", "device": "cpu"},
+        "data": {
+            "prompts": [{"source": "prompts.jsonl"}],
+            "answers": {"max_new_tokens": 6},
+            "max_length": 150,
+            "held_out": 0,
+        },
+        "drafter": {"family": "eagle3"},
+        "loss": {},
+        "training": {"epochs": 1},
+        "evaluation": {"prompts": 0},
+    }
+    path = tmp_path / "tiny.yaml"
+    path.write_text(yaml.safe_dump(values), encoding="utf-8")
+    return path
+
+
+def lines(path: str) -> list[dict[str, object]]:
+    return [json.loads(line) for line in Path(path).read_text(encoding="utf-8").splitlines()]
+
+
+def test_prompts_are_collected_into_the_run_or_a_file(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["prompts", str(recipe), "--out", "mine.jsonl"]) == 0
+    out = capsys.readouterr().out
+    assert "2 prompts in mine.jsonl" in out
+    assert "refused 1:" in out
+    assert not Path("runs").exists()
+    assert main(["prompts", str(recipe)]) == 0
+    assert lines("runs/tiny/data/prompts.jsonl") == lines("mine.jsonl")
+    assert [reject["id"] for reject in lines("runs/tiny/data/rejects.jsonl")] == ["prompts-1"]
+
+
+def test_answers_are_written_once_and_kept(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["regenerate", str(recipe)]) == 0
+    assert "2 answers written, 0 kept" in capsys.readouterr().out
+    answered = lines("runs/tiny/data/answers.jsonl")
+    roles = {str(row["id"]): [message["role"] for message in row["messages"]] for row in answered}  # type: ignore[attr-defined]
+    assert roles == {"prompts-0": ["user", "assistant"], "two": ["user", "assistant"] * 2}
+    assert main(["regenerate", str(recipe)]) == 0
+    assert "0 answers written, 2 kept" in capsys.readouterr().out
+    assert lines("runs/tiny/data/answers.jsonl") == answered
+
+
+def test_a_prompt_that_does_not_fit_is_listed_and_the_rest_answered(
+    recipe: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with Path("prompts.jsonl").open("a", encoding="utf-8") as file:
+        file.write(json.dumps({"id": "long", "prompt": "word " * 200}) + "\n")
+    assert main(["regenerate", str(recipe)]) == 1
+    out = capsys.readouterr().out
+    assert "2 answers written" in out
+    assert [reject["id"] for reject in lines("runs/tiny/data/unanswered.jsonl")] == ["long"]
+
+
+def test_answers_to_other_prompts_are_refused_and_stay(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["regenerate", str(recipe)]) == 0
+    before = Path("runs/tiny/data/answers.jsonl").read_bytes()
+    Path("prompts.jsonl").write_text(json.dumps({"prompt": "Something else?"}) + "\n", encoding="utf-8")
+    assert main(["regenerate", str(recipe)]) == 2
+    error = " ".join(capsys.readouterr().err.split())
+    assert "answers to prompts from other sources" in error
+    assert "choose another output_dir" in error
+    assert Path("runs/tiny/data/answers.jsonl").read_bytes() == before
+    assert main(["regenerate", str(recipe), "output_dir=runs/other"]) == 0
+
+
+def test_samples_are_shown_with_their_share(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", str(recipe)]) == 2
+    assert "drafttrain regenerate" in capsys.readouterr().err
+    assert main(["regenerate", str(recipe)]) == 0
+    capsys.readouterr()
+    assert main(["inspect", str(recipe), "--samples", "9"]) == 0
+    out = capsys.readouterr().out
+    assert "How are you?" in out
+    assert "你好 😀" in out
+    assert "% supervised" in out
+    assert "\x1b[" not in out
+    assert main(["inspect", str(recipe), "--color"]) == 0
+    assert "\x1b[" in capsys.readouterr().out
+
+
+def test_given_answers_need_no_target(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    row = {"prompt": "How are you?", "completion": "I am fine, thank you."}
+    Path("prompts.jsonl").write_text(json.dumps(row) + "\n", encoding="utf-8")
+    assert main(["inspect", str(recipe), "data.answers.source=given"]) == 0
+    assert "I am fine" in capsys.readouterr().out.replace("\n", " ")
+    assert main(["regenerate", str(recipe), "data.answers.source=given"]) == 2
+    assert "nothing to regenerate" in capsys.readouterr().err
+
+
+def test_a_bad_recipe_is_one_error(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["regenerate", str(recipe), "data.anwsers.seed=1", "training.lr=x"]) == 2
+    captured = capsys.readouterr()
+    assert "2 problems" in captured.err
+    assert "Traceback" not in captured.err
+    assert main(["prompts", "nowhere.yaml"]) == 2
+    assert "no such file" in capsys.readouterr().err
