@@ -33,14 +33,18 @@ class ServerAnswers:
     request would meet (wrong key, wrong URL, nobody listening) stops the run with a DataError.
 
     Args:
+        template_kwargs: variables of the chat template, such as `enable_thinking`; the server renders the prompts.
         first_wait_s: seconds before the first repetition; doubled each time, with jitter.
     """
 
-    def __init__(self, config: AnswersConfig, *, first_wait_s: float = 1.0) -> None:
+    def __init__(
+        self, config: AnswersConfig, template_kwargs: dict[str, Any] | None = None, *, first_wait_s: float = 1.0
+    ) -> None:
         if config.base_url is None:
             raise DataError("a server needs base_url", where="data.answers")
         self.config = config
         self.base_url = config.base_url.rstrip("/")
+        self.template_kwargs = dict(template_kwargs or {})
         self.first_wait_s = first_wait_s
         self._model = config.model
 
@@ -48,7 +52,11 @@ class ServerAnswers:
     def identity(self) -> dict[str, Any]:
         """Model and sampling; not the address: a run can go on with another server of the same model."""
         keys = {"source", "max_new_tokens", "temperature", "top_p", "top_k", "repetition_penalty", "seed"}
-        return {**self.config.model_dump(include=keys), "model": self.model}
+        return {
+            **self.config.model_dump(include=keys),
+            "model": self.model,
+            "template_kwargs": self.template_kwargs,
+        }
 
     @property
     def model(self) -> str:
@@ -105,6 +113,8 @@ class ServerAnswers:
             body["top_k"] = config.top_k
         if config.repetition_penalty != 1.0:
             body["repetition_penalty"] = config.repetition_penalty
+        if self.template_kwargs:
+            body["chat_template_kwargs"] = self.template_kwargs
         return body
 
     def _client(self) -> httpx.AsyncClient:

@@ -38,11 +38,7 @@ def _samples_fit_rows(data: DataConfig, training: TrainingConfig) -> Iterator[Pr
 
 
 def _answers_fit_samples(data: DataConfig) -> Iterator[Problem]:
-    if (
-        data.path is None
-        and data.answers.source != "given"
-        and data.answers.max_new_tokens >= data.max_length
-    ):
+    if data.path is None and data.answers.source != "given" and data.answers.max_new_tokens >= data.max_length:
         yield Problem(
             ("data", "answers", "max_new_tokens"),
             f"answers of {data.answers.max_new_tokens} tokens do not fit data.max_length {data.max_length}",

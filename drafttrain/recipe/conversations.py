@@ -199,7 +199,7 @@ def data_hashes(recipe: Recipe) -> dict[str, str]:
 def _answer_source(recipe: Recipe, chat: ChatRenderer, target: Callable[[], InProcess]) -> AnswerSource:
     answers = recipe.data.answers
     if answers.source == "server":
-        return ServerAnswers(answers)
+        return ServerAnswers(answers, recipe.data.template_kwargs)
     if answers.source == "given":
         raise DataError(
             "the answers are given: there is nothing to regenerate",

@@ -88,9 +88,7 @@ def save_recipe(recipe: Recipe, folder: str | Path) -> Path:
     file = Path(folder) / RESOLVED
     values = recipe.model_dump(mode="json")
     with atomic_file(file) as partial:
-        partial.write_text(
-            "# The recipe of this run, with every default.\n" + dump_yaml(values), encoding="utf-8"
-        )
+        partial.write_text("# The recipe of this run, with every default.\n" + dump_yaml(values), encoding="utf-8")
     return file
 
 

@@ -89,9 +89,7 @@ def parse_yaml(text: str, name: str) -> Source:
     return source
 
 
-def apply_overrides(
-    source: Source, overrides: Sequence[str], shorthands: Mapping[str, str] | None = None
-) -> None:
+def apply_overrides(source: Source, overrides: Sequence[str], shorthands: Mapping[str, str] | None = None) -> None:
     """Apply `a.b.0.c=value` in order; values are YAML. What does not apply becomes a problem.
 
     `shorthands` names top-level keys that may hold one string, and the key below them that it stands for.

@@ -179,6 +179,15 @@ def test_only_what_is_configured_is_sent(server: Server, monkeypatch: pytest.Mon
     assert server.keys == [None, "Bearer secret"]
 
 
+def test_the_template_is_given_its_variables(server: Server) -> None:
+    """A target drafted for without thinking must not think when it answers."""
+    config = source(server).config
+    quiet = ServerAnswers(config, {"enable_thinking": False}, first_wait_s=0.01)
+    ask(quiet, "q")
+    assert server.bodies[-1]["chat_template_kwargs"] == {"enable_thinking": False}
+    assert quiet.identity != source(server).identity
+
+
 def test_finish_reasons_reasoning_and_tool_calls_are_kept(server: Server) -> None:
     calls = [{"type": "function", "function": {"name": "f", "arguments": "{}"}}]
     server.script = {
