@@ -51,10 +51,12 @@ class Engine:
         self.max_batch = max_batch
         context = int(getattr(target.config, "max_position_embeddings", 0) or max_length)
         self.max_length = min(max_length, context)
-        self.cache = target.new_cache(max_batch, self.max_length)
+        # A row near its end takes part in rounds as wide as the others': up to k tokens are written behind it.
+        length = self.max_length + self.k
+        self.cache = target.new_cache(max_batch, length)
         self.spec = FeatureSpec() if proposer is None else proposer.feature_spec
         if proposer is not None:
-            proposer.reserve(max_batch, self.max_length)
+            proposer.reserve(max_batch, length)
         self.rows: list[Row] = []
         self.reset()
 

@@ -122,6 +122,17 @@ def test_requests_join_and_leave() -> None:
     assert not engine.rows and not engine.cache.lengths.any()
 
 
+def test_a_row_at_its_end_rides_along_with_wider_rounds() -> None:
+    """The cache is as long as the longest request: nothing may be written past it."""
+    target = tiny_target()
+    requests = [Request("short", [5] * 20, 6), Request("long", [3, 4], 24)]
+    plain = Engine(target, max_length=26).generate(requests)
+    oracle = OracleProposer({c.id: c.tokens for c in plain})
+    for proposer in (oracle, _eagle(target)):
+        drafted = Engine(target, proposer, k=8, max_batch=2, max_length=26).generate(requests)
+        assert [c.tokens for c in drafted] == [c.tokens for c in plain]
+
+
 def test_records_add_up() -> None:
     target = tiny_target()
     requests = [Request(str(i), p, 15, turn=i) for i, p in enumerate(RAGGED_PROMPTS)]
