@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -47,23 +48,32 @@ def group_by_length(samples: Sequence[Sample], batch_tokens: int) -> list[list[S
 
 
 def capture(
-    target: CausalLM, samples: Sequence[Sample], taps: Sequence[Tap], *, batch_tokens: int, want_top1: bool
+    target: CausalLM,
+    samples: Sequence[Sample],
+    taps: Sequence[Tap],
+    *,
+    batch_tokens: int,
+    wants_top1: Callable[[Sample], bool],
 ) -> Iterator[Captured]:
     """Run the target over `samples`, in order of length.
+
+    How samples are grouped depends on them alone: another grouping would round otherwise, and a resumed run differ.
 
     Raises:
         DataError: NaN or infinite features, or a row count other than the token count; names the sample.
     """
     for group in group_by_length(samples, batch_tokens):
         # Not a generator under inference_mode: the mode would leak into the consumer between two yields.
-        yield from _forward(target, group, taps, want_top1)
+        yield from _forward(target, group, taps, wants_top1)
 
 
 @torch.inference_mode()
-def _forward(target: CausalLM, group: list[Sample], taps: Sequence[Tap], want_top1: bool) -> list[Captured]:
+def _forward(
+    target: CausalLM, group: list[Sample], taps: Sequence[Tap], wants_top1: Callable[[Sample], bool]
+) -> list[Captured]:
     ids = torch.zeros(len(group), max(len(s.ids) for s in group), dtype=torch.int64)
     for row, sample in enumerate(group):
-        ids[row, : len(sample.ids)] = torch.as_tensor(sample.ids, dtype=torch.int64)
+        ids[row, : len(sample.ids)] = torch.from_numpy(sample.ids.astype(np.int64))
     # Right padding is harmless: the target is causal.
     output = target(ids.to(target.device), taps=[tap for tap in taps if tap != Tap.final])
     states = {**output.taps, Tap.final: output.final}
@@ -71,7 +81,7 @@ def _forward(target: CausalLM, group: list[Sample], taps: Sequence[Tap], want_to
     for row, sample in enumerate(group):
         features = {tap: states[tap][row, : len(sample.ids)] for tap in taps}
         check_features(sample, features)
-        top1 = _top1(target, sample, output.final[row]) if want_top1 else None
+        top1 = _top1(target, sample, output.final[row]) if wants_top1(sample) else None
         captured.append(Captured(sample, features, top1))
     return captured
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from drafttrain.corpus.types import Sample
@@ -61,7 +62,7 @@ def lay_out(rows: Rows, device: torch.device | str = "cpu") -> DraftBatch:
     ids: list[list[str]] = [[] for _ in lengths]
     for place in places(rows):
         row, here = place.row, slice(place.start, place.end)
-        tokens[row, here] = torch.as_tensor(place.sample.ids, dtype=torch.int64)
+        tokens[row, here] = torch.from_numpy(place.sample.ids.astype(np.int64))
         positions[row, here] = torch.arange(place.end - place.start)
         segments[row, here] = documents_in[row]
         for first, last in place.sample.spans:

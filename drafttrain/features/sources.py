@@ -61,21 +61,21 @@ class OnlineFeatures:
         for place in places(rows):
             found.setdefault(id(place.sample), []).append(place)
         samples = [at[0].sample for at in found.values()]
-        new = [s for s in samples if s.id not in self._known]
-        old = [s for s in samples if s.id in self._known]
         buffers = _Buffers(batch, self._want_top1)
-        for group, want_top1 in ((new, self._want_top1), (old, False)):
-            for captured in capture(
-                self.target, group, self.taps, batch_tokens=self._batch_tokens, want_top1=want_top1
-            ):
-                sample, top1 = captured.sample, captured.top1
-                if top1 is not None:
-                    self._known[sample.id] = top1.to("cpu", torch.int32)
-                elif self._want_top1:
-                    top1 = self._known[sample.id]
-                for place in found[id(sample)]:
-                    buffers.put(place, captured.features, top1)
+        for captured in capture(
+            self.target, samples, self.taps, batch_tokens=self._batch_tokens, wants_top1=self._is_new
+        ):
+            sample, top1 = captured.sample, captured.top1
+            if top1 is not None:
+                self._known[sample.id] = top1.to("cpu", torch.int32)
+            elif self._want_top1:
+                top1 = self._known[sample.id]
+            for place in found[id(sample)]:
+                buffers.put(place, captured.features, top1)
         return batch
+
+    def _is_new(self, sample: Sample) -> bool:
+        return self._want_top1 and sample.id not in self._known
 
 
 class StoredFeatures:
@@ -144,7 +144,7 @@ def build_store(
     total, done = sum(len(sample.ids) for sample in todo), 0
     # Blocks of documents in the data's order, sorted by length inside: an interrupted build loses one block at most.
     for block in _blocks(todo, 64 * config.batch_tokens):
-        for captured in capture(target, block, taps, batch_tokens=config.batch_tokens, want_top1=True):
+        for captured in capture(target, block, taps, batch_tokens=config.batch_tokens, wants_top1=lambda _: True):
             writer.add(captured.sample, captured.features, captured.top1)
             done += len(captured.sample.ids)
             progress(done, total)

@@ -77,8 +77,7 @@ class StoreIdentity:
         return [
             f"{field.name.replace('_', ' ')} (store: {_show(theirs)}, here: {_show(ours)})"
             for field in fields(self)
-            if field.name != "target"
-            and (ours := getattr(self, field.name)) != (theirs := getattr(other, field.name))
+            if field.name != "target" and (ours := getattr(self, field.name)) != (theirs := getattr(other, field.name))
         ]
 
 
@@ -209,7 +208,7 @@ class StoreReader:
                 remedy="train again to add what is missing",
             )
         rows = slice(entry.start, entry.start + entry.tokens)
-        ids = torch.as_tensor(np.asarray(sample.ids, dtype=np.int32))
+        ids = torch.from_numpy(sample.ids.astype(np.int32))
         if not torch.equal(self._maps[entry.shard][1][rows], ids):
             raise StoreError(
                 f"sample {sample.id} has {entry.tokens} feature rows of other tokens than the {len(ids)} of the data",
@@ -339,9 +338,7 @@ class StoreWriter:
     def _write_shard(self, folder: Path) -> None:
         columns = {
             "features.bin": torch.cat([row for _, row, _ in self._pending]).contiguous().view(torch.uint8),
-            "ids.bin": torch.cat(
-                [torch.as_tensor(np.asarray(s.ids, dtype=np.int32)) for s, _, _ in self._pending]
-            ),
+            "ids.bin": torch.cat([torch.from_numpy(s.ids.astype(np.int32)) for s, _, _ in self._pending]),
             "top1.bin": torch.cat([top1 for _, _, top1 in self._pending]),
         }
         documents, start = [], 0
@@ -395,9 +392,7 @@ def _check_shard(folder: Path, verify: str) -> dict[str, Any]:
         file = folder / name
         size = file.stat().st_size if file.exists() else 0
         if size != expected["bytes"]:
-            raise StoreError(
-                f"{name} is truncated: {size} of {expected['bytes']} bytes", where=folder, remedy=remedy
-            )
+            raise StoreError(f"{name} is truncated: {size} of {expected['bytes']} bytes", where=folder, remedy=remedy)
         if verify == "checksum" and sha256_file(file) != expected["sha256"]:
             raise StoreError(f"{name} is damaged: its checksum differs", where=folder, remedy=remedy)
     return index

@@ -1,0 +1,245 @@
+"""`drafttrain train` from a recipe to a saved draft, in processes of its own: kills, signals, two ranks, bad input."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from tests.chats import CHATML, chat_tokenizer
+
+ROOT = Path(__file__).resolve().parents[2]
+STABLE = ("step", "epoch", "loss", "accuracy", "lr", "grad_norm", "tokens")
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a tiny target, conversations, and prompts answered by the target once."""
+    folder = tmp_path_factory.mktemp("world")
+    tokenizer = chat_tokenizer(CHATML)
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer) + 3,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+        eos_token_id=tokenizer.eos_token_id,
+        initializer_range=0.3,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder / "target")
+    tokenizer.save_pretrained(folder / "target")
+    words = "one two three four five six seven eight nine ten eleven twelve".split()
+    with (folder / "conversations.jsonl").open("w") as file:
+        for number in range(24):
+            question = " ".join(words[(number * 5 + i) % 12] for i in range(3 + number % 5))
+            answer = " ".join(words[(number + i) % 12] for i in range(4 + number % 9))
+            messages = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+            file.write(json.dumps({"id": f"c{number}", "messages": messages}) + "\n")
+    return folder
+
+
+def recipe(world: Path, run: Path, **sections: dict[str, Any]) -> Path:
+    """A recipe file for a run in `run`; sections are merged into the defaults."""
+    values: dict[str, dict[str, Any]] = {
+        "target": {"model": str(world / "target"), "dtype": "float32", "device": "cpu"},
+        "data": {
+            "prompts": [{"source": str(world / "conversations.jsonl")}],
+            "answers": {"source": "given"},
+            "max_length": 128,
+            "held_out": 4,
+        },
+        "features": {"source": "online"},
+        "drafter": {"family": "eagle3", "draft_vocab_size": 128, "depth": 3},
+        "loss": {"terms": [{"name": "soft_ce"}]},
+        "training": {
+            "max_steps": 12,
+            "batch_rows": 2,
+            "accumulation": 2,
+            "row_length": 128,
+            "lr": 3.0e-3,
+            "precision": "fp32",
+            "log_every": 1,
+            "save_every": 4,
+        },
+        "evaluation": {"every": 6, "prompts": 4, "k": 3, "max_new_tokens": 12},
+    }
+    for name, section in sections.items():
+        values[name] = {**values.get(name, {}), **section}
+    run.parent.mkdir(parents=True, exist_ok=True)
+    path = run.parent / f"{run.name}.yaml"
+    path.write_text(yaml.safe_dump({"name": "tiny", "output_dir": str(run), **values}))
+    return path
+
+
+def command(*arguments: str, ranks: int = 1) -> list[str]:
+    if ranks == 1:
+        return [sys.executable, str(ROOT / "drafttrain/train.py"), *arguments]
+    launch = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_machines", "1", "--mixed_precision", "no"]
+    launch += ["--num_processes", str(ranks), "--main_process_port", "0", "--dynamo_backend", "no"]
+    return [*launch, str(ROOT / "drafttrain/train.py"), *arguments]
+
+
+def environment(world: Path) -> dict[str, str]:
+    return {**os.environ, "OMP_NUM_THREADS": "1", "DRAFTTRAIN_CACHE": str(world / "cache"), "HF_HUB_OFFLINE": "1"}
+
+
+def train(world: Path, *arguments: str, ranks: int = 1, status: int = 0) -> str:
+    done = subprocess.run(
+        command(*arguments, ranks=ranks), env=environment(world), capture_output=True, text=True, timeout=600, cwd=world
+    )
+    assert done.returncode == status, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+def metrics(run: Path, kind: str = "train") -> list[dict[str, Any]]:
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [record for record in records if record["kind"] == kind]
+
+
+def curve(run: Path) -> list[list[Any]]:
+    return [[record[key] for key in STABLE] for record in metrics(run)]
+
+
+@pytest.fixture(scope="module")
+def unbroken(world: Path) -> Path:
+    """A run from start to end."""
+    run = world / "unbroken"
+    train(world, str(recipe(world, run)))
+    return run
+
+
+def test_a_run_leaves_drafts_metrics_recipe_and_provenance(unbroken: Path) -> None:
+    assert len(metrics(unbroken)) == 12
+    measured = metrics(unbroken, "eval")
+    assert [record["step"] for record in measured] == [6, 12]
+    assert all(record["tau"] >= 1 for record in measured) and measured[0]["best"]
+    from drafttrain.drafters.saving import load_draft
+    from drafttrain.recipe.load import load_recipe
+
+    for name in ("draft", "best"):
+        drafter, meta = load_draft(unbroken / name)
+        assert meta.family == "eagle3" and meta.provenance["step"] in (6, 12)
+        assert drafter.vocab_map.size == 128
+    assert load_recipe(unbroken).training.max_steps == 12
+    launches = json.loads((unbroken / "provenance.json").read_text())
+    assert launches[0]["target"]["weights_hash"] and launches[0]["data"]
+    assert sorted(path.name for path in (unbroken / "checkpoints").iterdir()) == ["step-00000008", "step-00000012"]
+
+
+def test_kill_9_and_resume_give_the_curve_of_an_unbroken_run(world: Path, unbroken: Path) -> None:
+    run = world / "killed"
+    path = recipe(world, run)
+    process = subprocess.Popen(command(str(path)), env=environment(world), cwd=world, stdout=subprocess.DEVNULL)
+    log = run / "metrics.jsonl"
+    deadline = time.monotonic() + 400
+    while not (log.exists() and len(log.read_text().splitlines()) >= 6):
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.01)
+    process.kill()
+    process.wait()
+    # What a kill may leave: a torn line, a folder that was never finished.
+    with log.open("a") as file:
+        file.write('{"kind": "train", "st')
+    (run / "checkpoints/.step-00000099.abc.part").mkdir()
+    said = train(world, str(path))
+    assert "resuming after step" in said
+    assert curve(run) == curve(unbroken)
+    ours, theirs = load_file(run / "draft/model.safetensors"), load_file(unbroken / "draft/model.safetensors")
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    assert len(json.loads((run / "provenance.json").read_text())) == 2
+
+
+def test_sigterm_saves_and_stops(world: Path, unbroken: Path) -> None:
+    run = world / "stopped"
+    path = recipe(world, run, training={**yaml.safe_load(recipe(world, run).read_text())["training"], "save_every": None})
+    process = subprocess.Popen(
+        command(str(path)), env=environment(world), cwd=world, stdout=subprocess.PIPE, text=True
+    )
+    log = run / "metrics.jsonl"
+    deadline = time.monotonic() + 400
+    while not (log.exists() and len(log.read_text().splitlines()) >= 2):
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.005)
+    process.send_signal(signal.SIGTERM)
+    out, _ = process.communicate(timeout=400)
+    if process.returncode == 0:
+        pytest.skip("the run was over before the signal came")
+    assert process.returncode == 143
+    assert "stopped and saved after step" in out
+    assert len(list((run / "checkpoints").iterdir())) == 1
+    train(world, str(path))
+    assert curve(run) == curve(unbroken)
+
+
+def test_offline_features_give_the_online_curve(world: Path, unbroken: Path) -> None:
+    run = world / "offline"
+    train(world, str(recipe(world, run, features={"source": "offline", "dtype": "float32"})))
+    for ours, theirs in zip(metrics(run), metrics(unbroken), strict=True):
+        assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-4)
+    assert json.loads((run / "features/manifest.json").read_text())["complete"]
+    # A second run with other taps refuses the store by name, and leaves it.
+    other = recipe(
+        world,
+        world / "offline-2",
+        features={"source": "offline", "dtype": "float32", "path": str(run / "features")},
+        drafter={"family": "eagle3", "draft_vocab_size": 128, "depth": 3, "taps": [0, 1, 2]},
+    )
+    assert "taps (store: 1, 2, final" in " ".join(train(world, str(other), status=2).split())
+    assert json.loads((run / "features/manifest.json").read_text())["complete"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["eagle3", "medusa"])
+def test_two_ranks_train_like_one(world: Path, family: str) -> None:
+    drafter = {"family": family}
+    if family == "eagle3":
+        drafter |= {"draft_vocab_size": 128, "depth": 3}
+    common = {"drafter": drafter, "evaluation": {"every": None, "prompts": 0}}
+    training = yaml.safe_load(recipe(world, world / "x").read_text())["training"]
+    one, two = world / f"one-{family}", world / f"two-{family}"
+    train(world, str(recipe(world, one, **common, training={**training, "epochs": 2, "max_steps": None})))
+    path = recipe(world, two, **common, training={**training, "epochs": 2, "max_steps": None, "accumulation": 1})
+    train(world, str(path), ranks=2)
+    first, second = metrics(one), metrics(two)
+    assert len(first) == len(second) > 2
+    for ours, theirs in zip(first, second, strict=True):
+        assert ours["tokens"] == theirs["tokens"]
+        assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-3)
+        assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-2)
+    ours, theirs = load_file(one / "draft/model.safetensors"), load_file(two / "draft/model.safetensors")
+    assert ours.keys() == theirs.keys()
+
+
+def test_asking_for_zero_is_refused(world: Path) -> None:
+    path = recipe(world, world / "zero")
+    env = {**environment(world), "ACCELERATE_USE_DEEPSPEED": "true"}
+    done = subprocess.run(command(str(path)), env=env, capture_output=True, text=True, timeout=400, cwd=world)
+    assert done.returncode == 2
+    assert "ZeRO" in done.stderr and "recipes/accelerate" in " ".join(done.stderr.split())
+    assert "Traceback" not in done.stderr
+
+
+def test_a_checkpoint_of_another_run_is_refused_and_never_starts_afresh(world: Path, unbroken: Path) -> None:
+    run = world / "other"
+    shutil.copytree(unbroken, run)
+    path = recipe(world, run, drafter={"family": "eagle3", "draft_vocab_size": 100, "depth": 3})
+    said = " ".join(train(world, str(path), status=2).split())
+    assert "belongs to another run" in said and "drafter" in said and "--resume never" in said
+    train(world, str(path), "--resume", "never")
+    assert (run / "checkpoints.1/step-00000012").is_dir() and (run / "metrics.1.jsonl").exists()
+    assert len(metrics(run)) == 12
