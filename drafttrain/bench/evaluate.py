@@ -14,7 +14,7 @@ from drafttrain.bench.report.html import render_html
 from drafttrain.bench.result import EvalResult
 from drafttrain.bench.runner import Contender, Progress, SuiteRun, run_suite
 from drafttrain.bench.suite import SuiteConfig
-from drafttrain.drafters.saving import META, check_target, load_draft
+from drafttrain.drafters.saving import check_target, find_draft, load_draft
 from drafttrain.engine.proposers import NGramProposer, OracleProposer, build_proposer
 from drafttrain.engine.records import Completion
 from drafttrain.errors import RecipeError
@@ -57,17 +57,11 @@ def evaluate(
     """
     recipe = load_recipe(run, overrides)
     prompts = suite.load_prompts()
-    folder = draft_folder(Path(run)) if "run" in suite.drafts else None
+    folder = find_draft(run) if "run" in suite.drafts else None
     target = load_target(recipe.target)
     contenders = [_contender(name, recipe, folder, target) for name in suite.drafts]
     measured = run_suite(target, suite, prompts, contenders, progress, recipe.data.template_kwargs)
     return _result(recipe, suite, prompts, contenders, target, measured), measured
-
-
-def draft_folder(run: Path) -> Path:
-    """Where a run keeps its draft: a saved draft itself, the best by tau, or the last."""
-    places = (run, run / "best", run / "draft")
-    return next((place for place in places if (place / META).exists()), run)
 
 
 def split_overrides(overrides: Sequence[str]) -> tuple[list[str], list[str]]:

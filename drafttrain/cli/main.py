@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from types import ModuleType
 
 from drafttrain import __version__
-from drafttrain.cli import eval, inspect, prompts, regenerate, train
+from drafttrain.cli import eval, export, inspect, prompts, regenerate, train
 from drafttrain.errors import UserError
 
 # One module a command, in the order of the work. A module has `register(subparsers)`, which sets the parser's
@@ -20,6 +20,7 @@ COMMANDS: tuple[ModuleType, ...] = (
     inspect,
     train,
     eval,
+    export,
 )
 
 

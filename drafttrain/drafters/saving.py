@@ -199,6 +199,40 @@ def read_meta(folder: str | Path) -> DraftMeta:
         raise CheckpointError(f"not a valid draft description: {error}", where=path) from None
 
 
+def find_draft(run: str | Path) -> Path:
+    """Where a run keeps its draft: the folder itself if it is a saved draft, the best by tau, or the last.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    places = (Path(run), Path(run) / "best", Path(run) / "draft")
+    found = next((place for place in places if (_settled(place) / META).exists()), None)
+    if found is not None:
+        return found
+    raise CheckpointError(
+        "no draft is saved here" if Path(run).exists() else "no such folder, so no draft is saved here",
+        where=run,
+        remedy="give the folder of a finished run, or its draft folder",
+    )
+
+
+def read_draft(folder: str | Path) -> tuple[Drafter, DraftMeta, dict[str, Tensor]]:
+    """A saved draft as it lies on disk, for tools that do not run it.
+
+    Returns:
+        (the draft without memory, on the meta device; its description; its tensors under their stored names,
+        on the CPU in the stored dtype, names, shapes and values checked).
+
+    Raises:
+        CheckpointError: missing, truncated or foreign files.
+    """
+    meta, tensors = read_meta(folder), _read_tensors(folder)
+    vocab_map = _map_of(tensors, meta, folder)
+    twin = drafter_class(meta.family).from_saved(meta.config, meta.arch, vocab_map, "meta")
+    check_state(twin, tensors, folder)
+    return twin, meta, tensors
+
+
 def load_draft(
     folder: str | Path, device: torch.device | str | None = None, dtype: torch.dtype | None = None
 ) -> tuple[Drafter, DraftMeta]:

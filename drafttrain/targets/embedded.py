@@ -31,9 +31,14 @@ _SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 _log = logging.getLogger(__name__)
 
 
+def converted_folder() -> Path:
+    """Where the converted model lies, or will once it is used."""
+    return cache_dir() / "targets" / f"{NAME}-{_SHA256[:12]}"
+
+
 def embedded_folder() -> Path:
     """The converted model's folder, made on first use. Safe to call from several processes at once."""
-    folder = cache_dir() / "targets" / f"{NAME}-{_SHA256[:12]}"
+    folder = converted_folder()
     if folder.exists():
         return folder
     with _lock(folder.with_suffix(".lock")):

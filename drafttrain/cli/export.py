@@ -1,0 +1,52 @@
+"""`drafttrain export RUN --to vllm,sglang`: folders that serving engines load."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from drafttrain.cli.common import Subparsers
+
+
+def register(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
+    """Add the command."""
+    parser = subparsers.add_parser(
+        "export",
+        help="write the draft in the form that a serving engine loads",
+        description="Write a folder for each engine: safetensors, config.json, and a README.md with how the draft was "
+        "trained, what it was measured at and the command that serves it. What is written is read back and compared. "
+        "An option that an engine lacks is refused by name. The target's weights are not read.",
+    )
+    parser.add_argument("folder", metavar="RUN", help="a run's folder (its best draft is taken), or a draft's folder")
+    parser.add_argument("--to", required=True, metavar="ENGINE[,ENGINE]", help="vllm, sglang, hf (transformers)")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="write DIR/ENGINE; default: RUN/export/ENGINE")
+    parser.add_argument("--k", type=_positive, metavar="K", help="draft tokens a round in the serving command")
+    parser.add_argument(
+        "--dtype", choices=["float32", "bfloat16", "float16"], help="of the weights; default: the target's"
+    )
+    parser.set_defaults(run=run)
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError("must be at least 1")
+    return value
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Export, and show what was converted and how to serve it."""
+    import torch
+    from rich.console import Console
+
+    from drafttrain.export.write import export_draft
+
+    console = Console(soft_wrap=True, highlight=False)
+    engines = [name.strip() for name in arguments.to.split(",") if name.strip()]
+    dtype = None if arguments.dtype is None else getattr(torch, arguments.dtype)
+    for written in export_draft(arguments.folder, engines, arguments.out, k=arguments.k, dtype=dtype):
+        console.print(f"[bold]{written.engine}[/bold]: {written.folder} ({written.nbytes / 2**20:.1f} MiB, read back)")
+        for note in written.notes:
+            console.print(f"  {note}", markup=False)
+        console.print(written.command, markup=False)
+    return 0

@@ -1,0 +1,162 @@
+"""Re-reading an export: what lies on disk must be the draft, as the engine will build it from config.json alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from drafttrain.drafters.lm.hf import new_model, text_config_from
+from drafttrain.errors import UserError
+from drafttrain.export.ir import DraftIR, ExportError
+from drafttrain.export.layout import Layout
+from drafttrain.files import read_json
+from drafttrain.modeling.blocks import rope_parameters_of
+from drafttrain.modeling.vocab_map import VocabMap
+
+WEIGHTS, CONFIG = "model.safetensors", "config.json"
+Shapes = dict[str, tuple[int, ...]]
+
+
+def verify_export(folder: Path, ir: DraftIR, layout: Layout, shown: Path | None = None) -> None:
+    """Compare a written folder with what was to be written, bit by bit, and with the engine's expectations.
+
+    Args:
+        shown: the folder's name in messages.
+
+    Raises:
+        ExportError: naming everything that differs.
+    """
+    try:
+        problems = list(_problems(folder, ir, layout))
+    except (OSError, SafetensorError, UserError, KeyError, ValueError) as error:
+        problems = [f"cannot be read back: {error}"]
+    if problems:
+        raise ExportError(
+            f"the export is not what was to be written: {'; '.join(problems)}",
+            where=shown or folder,
+            remedy="check the disk, and please report it if it happens again",
+        )
+
+
+def _problems(folder: Path, ir: DraftIR, layout: Layout) -> Iterator[str]:
+    config = read_json(folder / CONFIG)
+    if config != layout.config:
+        yield "config.json differs"
+    expected = engine_shapes(ir.family, config)
+    with safe_open(folder / WEIGHTS, framework="pt") as file:
+        names = set(file.keys())
+        for name in sorted(names ^ set(layout.tensors)):
+            yield f"tensor {name} is {'extra' if name in names else 'missing'}"
+        for name in sorted(names & set(layout.tensors)):
+            # One at a time: re-reading must not double the memory.
+            found, wanted = file.get_tensor(name), layout.tensors[name]
+            if found.dtype != wanted.dtype or not torch.equal(found, wanted):
+                yield f"tensor {name} differs"
+            if tuple(found.shape) != expected.get(name):
+                yield f"tensor {name} is {tuple(found.shape)}, the engine expects {expected.get(name)}"
+        for name in sorted(set(expected) - names):
+            yield f"tensor {name}, which the engine expects, is missing"
+        if "d2t" in names:
+            VocabMap(file.get_tensor("d2t"), file.get_tensor("t2d"))  # offsets, in range, each id once
+    if ir.arch is not None and ir.family != "medusa":
+        yield from _rotary_problems(config, ir.arch.rope_parameters)
+
+
+def _rotary_problems(config: Mapping[str, Any], wanted: Mapping[str, Any]) -> Iterator[str]:
+    """Both styles of keys, each read alone, must give the parameters that the draft was trained with."""
+    old = {"rope_theta", "rope_scaling", "partial_rotary_factor"}
+    for style, left_out in (("rope_parameters", old), ("rope_theta", {"rope_parameters"})):
+        view = _View({key: value for key, value in config.items() if key not in left_out})
+        if rope_parameters_of(view) != wanted:
+            yield f"the rotary parameters under {style} differ from those trained with"
+
+
+class _View:
+    """A JSON config with attributes, as transformers' configs have them."""
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        self.__dict__.update(values)
+
+
+def engine_shapes(family: str, config: Mapping[str, Any]) -> Shapes:
+    """Names and shapes of the tensors of the modules that an engine builds for a family from a config alone."""
+    match family:
+        case "eagle3":
+            return _eagle3_shapes(config)
+        case "eagle1":
+            return _eagle1_shapes(config)
+        case "medusa":
+            h, v = config["hidden_size"], config["truncated_vocab_size"]
+            heads, layers = range(config["num_heads"]), range(config["num_hidden_layers"])
+            return {
+                **{f"blocks.{i}.layers.{j}.weight": (h, h) for i in heads for j in layers},
+                **{f"lm_heads.{i}.weight": (v, h) for i in heads},
+            }
+    return _lm_shapes(config)
+
+
+def _lm_shapes(config: Mapping[str, Any]) -> Shapes:
+    """Of transformers' own model; a tied head is the embedding and has no tensor."""
+    model = new_model(text_config_from(dict(config)), "meta")
+    shapes: Shapes = {}
+    seen: set[int] = set()
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if id(tensor) not in seen:
+            shapes[name] = tuple(tensor.shape)
+        seen.add(id(tensor))
+    return shapes
+
+
+def _eagle1_shapes(config: Mapping[str, Any]) -> Shapes:
+    h = config["hidden_size"]
+    shapes: Shapes = {
+        "fc.weight": (h, 2 * h),
+        "layers.0.post_attention_layernorm.weight": (h,),
+        **_layer("layers.0", config, h),
+    }
+    if config["architectures"] == ["LlamaForCausalLMEagle"]:  # SGLang's
+        shapes["fc.bias"] = (h,)
+    return shapes
+
+
+def _eagle3_shapes(config: Mapping[str, Any]) -> Shapes:
+    h, vd, v = config["hidden_size"], config["draft_vocab_size"], config["vocab_size"]
+    taps = config.get("num_aux_hidden_states", 3)
+    shapes: Shapes = {
+        "fc.weight": (h, taps * h),
+        "norm.weight": (h,),
+        "lm_head.weight": (vd, h),
+        "d2t": (vd,),
+        "t2d": (v,),
+        **_layer("midlayer", config, 2 * h),
+    }
+    for name in ("input_layernorm", "hidden_norm", "post_attention_layernorm"):
+        shapes[f"midlayer.{name}.weight"] = (h,)
+    for i in range(1, config["num_hidden_layers"]):
+        shapes |= _layer(f"layers.{i}", config, h)
+        for name in ("input_layernorm", "post_attention_layernorm"):
+            shapes[f"layers.{i}.{name}.weight"] = (h,)
+    if config.get("norm_before_fc"):
+        shapes["input_norm.weight"] = (taps * h,)
+    if config.get("fc_norm"):
+        shapes |= {f"fc_norm.{i}.weight": (h,) for i in range(taps)}
+    return shapes
+
+
+def _layer(prefix: str, config: Mapping[str, Any], width: int) -> Shapes:
+    """The matrices of a Llama layer whose q, k and v read `width` features."""
+    h, inner, dim = config["hidden_size"], config["intermediate_size"], config["head_dim"]
+    q, kv = config["num_attention_heads"] * dim, config["num_key_value_heads"] * dim
+    return {
+        f"{prefix}.self_attn.q_proj.weight": (q, width),
+        f"{prefix}.self_attn.k_proj.weight": (kv, width),
+        f"{prefix}.self_attn.v_proj.weight": (kv, width),
+        f"{prefix}.self_attn.o_proj.weight": (h, q),
+        f"{prefix}.mlp.gate_proj.weight": (inner, h),
+        f"{prefix}.mlp.up_proj.weight": (inner, h),
+        f"{prefix}.mlp.down_proj.weight": (h, inner),
+    }

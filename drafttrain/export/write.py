@@ -1,0 +1,138 @@
+"""Export a run's draft: refuse first, write whole folders or none, re-read what was written."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from drafttrain.drafters.saving import find_draft
+from drafttrain.errors import UserError
+from drafttrain.export.card import model_card
+from drafttrain.export.hf import HF
+from drafttrain.export.ir import DraftIR, ExportError, read_ir
+from drafttrain.export.layout import Engine, Layout
+from drafttrain.export.measured import measurements, while_training
+from drafttrain.export.sglang import SGLANG
+from drafttrain.export.verify import CONFIG, WEIGHTS, verify_export
+from drafttrain.export.vllm import VLLM
+from drafttrain.files import atomic_folder, require_free_space, write_json
+from drafttrain.recipe.load import RESOLVED, load_recipe
+from drafttrain.targets import embedded
+
+ENGINES = {engine.name: engine for engine in (VLLM, SGLANG, HF)}
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Exported:
+    """One written folder.
+
+    Attributes:
+        engine: its name.
+        folder: where it lies.
+        notes: what was converted.
+        command: how it is served.
+        nbytes: size of the weights.
+    """
+
+    engine: str
+    folder: Path
+    notes: list[str]
+    command: str
+    nbytes: int
+
+
+def export_draft(
+    run: str | Path,
+    engines: Sequence[str],
+    out: str | Path | None = None,
+    *,
+    k: int | None = None,
+    dtype: torch.dtype | None = None,
+) -> list[Exported]:
+    """Write a folder for each engine. The target's weights are never read.
+
+    Args:
+        run: a run's folder, or a saved draft.
+        engines: names in `ENGINES`.
+        out: a folder of that name is made in it for each engine; default: `export/` in the run.
+        k: draft tokens a round in the serving command; default: what the run measured with.
+        dtype: of the weights; default: the target's where the run's recipe is there, else as stored. Engines
+            run a draft in the target's dtype whatever is stored.
+
+    Raises:
+        ExportError: an unknown engine, an option that it lacks, an output folder that exists. Nothing is
+            written then.
+        CheckpointError: no finished draft, or a damaged one.
+    """
+    chosen = [_engine(name) for name in dict.fromkeys(engines)]
+    draft = find_draft(run)
+    source = draft if draft == Path(run) and not (draft.parent / RESOLVED).exists() else draft.parent
+    recipe = load_recipe(source) if (source / RESOLVED).exists() else None
+    if dtype is None and recipe is not None:
+        dtype = getattr(torch, recipe.target.dtype)
+    ir = read_ir(draft, dtype)
+    k = _draft_tokens(ir, k, recipe.evaluation.k if recipe is not None else None)
+    base = Path(out) if out is not None else source / "export"
+    folders = [base / engine.name for engine in chosen]
+    for folder in folders:
+        if folder.exists():
+            raise ExportError("already exists", where=folder, remedy="give another --out, or remove this folder")
+    layouts = [engine.layout(ir) for engine in chosen]
+    require_free_space(base, len(chosen) * ir.nbytes + (1 << 20))
+    written = []
+    for engine, folder, layout in zip(chosen, folders, layouts, strict=True):
+        command = engine.command(ir, folder, _target_name(ir), k)
+        card = model_card(
+            ir,
+            engine,
+            layout,
+            command,
+            measurements(source, str(ir.provenance.get("recipe"))),
+            while_training(source),
+            (source / RESOLVED).read_text(encoding="utf-8") if recipe is not None else None,
+        )
+        _write(folder, ir, layout, card)
+        for note in layout.notes:
+            _log.info("%s: %s", engine.name, note)
+        written.append(Exported(engine.name, folder, layout.notes, command, ir.nbytes))
+    return written
+
+
+def _engine(name: str) -> Engine:
+    if name not in ENGINES:
+        raise ExportError(f"no engine {name!r}", where="--to", remedy=f"known are {', '.join(ENGINES)}")
+    return ENGINES[name]
+
+
+def _draft_tokens(ir: DraftIR, asked: int | None, measured_with: int | None) -> int:
+    if ir.family == "medusa":
+        if asked is not None and asked > ir.heads:
+            raise ExportError(
+                f"{asked} draft tokens a round need as many Medusa heads, this draft has {ir.heads}",
+                where="--k",
+                remedy=f"give at most {ir.heads}",
+            )
+        return min(asked or measured_with or ir.heads, ir.heads)
+    return asked or measured_with or 4
+
+
+def _target_name(ir: DraftIR) -> str:
+    name = str(ir.target.get("name", "TARGET"))
+    return str(embedded.converted_folder()) if name == embedded.NAME else name
+
+
+def _write(folder: Path, ir: DraftIR, layout: Layout, card: str) -> None:
+    try:
+        with atomic_folder(folder) as partial:
+            save_file(layout.tensors, partial / WEIGHTS, metadata={"format": "pt"})
+            write_json(partial / CONFIG, layout.config)
+            (partial / "README.md").write_text(card, encoding="utf-8")
+            verify_export(partial, ir, layout, shown=folder)
+    except OSError as error:
+        raise UserError(f"cannot be written: {error}", where=folder, remedy="free some space or give --out") from None
