@@ -32,10 +32,10 @@ test: venv
 	$(BIN)/python -m pytest -m "not serving" $(ARGS)
 
 lint: venv
-	$(BIN)/ruff format --check .
-	$(BIN)/ruff check .
-	$(BIN)/mypy
-	$(BIN)/lint-imports
+	@status=0; \
+	for check in "ruff format --check --output-format concise ." "ruff check ." "mypy" "lint-imports"; do \
+		echo "+ $$check"; $(BIN)/$$check || status=1; \
+	done; exit $$status
 
 format: venv
 	$(BIN)/ruff check --fix .
@@ -46,8 +46,8 @@ venv: $(STAMP)
 $(STAMP): pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "drafttrain needs Python 3.11 or newer; set PYTHON="; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(KEEP_TORCH) $(VENV)
-	$(if $(GPU),,$(BIN)/python -c 'import torch' 2>/dev/null || $(BIN)/python -m pip install '$(TORCH_CPU)')
-	$(BIN)/python -m pip install -e '.[$(EXTRAS)]'
+	$(if $(GPU),,$(BIN)/python -c 'import torch' 2>/dev/null || $(BIN)/python -m pip install --no-compile '$(TORCH_CPU)')
+	$(BIN)/python -m pip install --no-compile -e '.[$(EXTRAS)]'
 	touch $@
 
 clean:

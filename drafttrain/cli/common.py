@@ -23,6 +23,13 @@ def add_recipe(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="such as data.prompts.0.count=20")
 
 
+def recipe_of(arguments: argparse.Namespace) -> Recipe:
+    """The recipe of `add_recipe`. Call it first: a mistake in it shows before torch is even imported."""
+    from drafttrain.recipe.load import load_recipe
+
+    return load_recipe(arguments.recipe, arguments.overrides)
+
+
 def chat_of(recipe: Recipe) -> ChatRenderer:
     """The chat template of a recipe's target; reads no weights."""
     from drafttrain.corpus.chat import ChatRenderer

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from drafttrain.cli.common import Subparsers, add_recipe, chat_of
+from drafttrain.cli.common import Subparsers, add_recipe, chat_of, recipe_of
 
 
 def register(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
@@ -24,6 +24,8 @@ def register(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Show samples, then the counts of the whole corpus."""
+    recipe = recipe_of(arguments)
+
     import random
 
     from rich.console import Console
@@ -31,10 +33,8 @@ def run(arguments: argparse.Namespace) -> int:
     from drafttrain.corpus.dataset import build_corpus
     from drafttrain.corpus.inspect import corpus_table, inspect_samples
     from drafttrain.recipe.conversations import present_conversations
-    from drafttrain.recipe.load import load_recipe
     from drafttrain.targets.load import load_text_config
 
-    recipe = load_recipe(arguments.recipe, arguments.overrides)
     conversations = present_conversations(recipe)
     chat = chat_of(recipe)
     vocabulary = load_text_config(recipe.target).vocab_size

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from drafttrain.cli.common import Subparsers, add_recipe, chat_of, target_when_needed
+from drafttrain.cli.common import Subparsers, add_recipe, chat_of, recipe_of, target_when_needed
 
 
 def register(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
@@ -23,14 +23,14 @@ def register(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Collect, write, and say how many were refused and why."""
+    recipe = recipe_of(arguments)
+
     from collections import Counter
 
     from rich.console import Console
 
     from drafttrain.recipe.conversations import ConversationFiles, collect, prepare_prompts
-    from drafttrain.recipe.load import load_recipe
 
-    recipe = load_recipe(arguments.recipe, arguments.overrides)
     console = Console()
     chat, target = chat_of(recipe), target_when_needed(recipe, console)
     if arguments.out is None:

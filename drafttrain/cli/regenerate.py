@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import argparse
 
-from drafttrain.cli.common import Subparsers, add_recipe, chat_of, progress_bar, target_when_needed
+from drafttrain.cli.common import (
+    Subparsers,
+    add_recipe,
+    chat_of,
+    progress_bar,
+    recipe_of,
+    target_when_needed,
+)
 
 
 def register(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
@@ -21,15 +28,15 @@ def register(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Answer what is not answered yet. 1 if prompts are left without an answer."""
+    recipe = recipe_of(arguments)
+
     from collections import Counter
 
     from rich.console import Console
 
     from drafttrain.errors import DataError
     from drafttrain.recipe.conversations import ConversationFiles, answer_prompts
-    from drafttrain.recipe.load import load_recipe
 
-    recipe = load_recipe(arguments.recipe, arguments.overrides)
     if recipe.data.path is not None:
         raise DataError(
             "the recipe reads conversations that are answered already",

@@ -30,16 +30,17 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def run(arguments: argparse.Namespace) -> int:
     """Train; 0 when finished, 143 when a signal stopped it after saving."""
-    from rich.console import Console
-
+    # A mistake in the recipe shows before torch is even imported.
     from drafttrain.recipe.load import load_recipe
-    from drafttrain.training.run import resume_from, train_recipe
 
     recipe = load_recipe(arguments.recipe, arguments.overrides)
+
+    from rich.console import Console
+
+    from drafttrain.training.run import resume_from, train_recipe
+
     console = Console()
     result = train_recipe(recipe, resume_from(arguments.resume), console)
     if not result.finished:
-        console.print(
-            f"stopped and saved after step {result.state.step}; the same command goes on from there"
-        )
+        console.print(f"stopped and saved after step {result.state.step}; the same command goes on from there")
     return 0 if result.finished else STOPPED

@@ -23,7 +23,7 @@ def python(*arguments: str, cwd: Path = ROOT, **environment: str) -> subprocess.
         cwd=cwd,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=280,
         env={**os.environ, **environment},
     )
 
@@ -90,6 +90,17 @@ def test_train_py_finds_the_package_from_a_bare_checkout(tmp_path: Path) -> None
     assert lines[-3:] == [str(PACKAGE / "__init__.py"), str(ROOT), "False"], result.stdout + result.stderr
 
 
+@pytest.mark.parametrize("command", ["prompts", "regenerate", "inspect", "train"])
+def test_a_recipe_is_checked_before_anything_heavy_is_loaded(command: str) -> None:
+    code = (
+        "import sys\nfrom drafttrain.cli.main import main\n"
+        f"status = main([{command!r}, 'recipes/quickstart.yaml', 'a=1'])\n"
+        "print(status, [m for m in ('torch', 'transformers', 'accelerate', 'datasets') if m in sys.modules])"
+    )
+    result = python("-c", code)
+    assert result.stdout.strip() == "2 []", result.stdout + result.stderr
+
+
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("wheel")
@@ -125,6 +136,19 @@ def test_an_installed_package_finds_what_it_brought(wheel: Path, tmp_path: Path)
     lines = result.stdout.splitlines()
     assert len(lines) == 4, result.stderr
     assert all(line.startswith(str(site)) for line in lines)
+
+
+@pytest.mark.slow
+def test_an_installed_package_is_launched_as_a_module(wheel: Path, tmp_path: Path) -> None:
+    site = tmp_path / "site"
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(site)
+    launch = ["-m", "accelerate.commands.launch", "--cpu", "--num_processes", "1", "--num_machines", "1"]
+    launch += ["--mixed_precision", "no", "--dynamo_backend", "no"]
+    arguments = ["-m", "drafttrain.train", "recipes/quickstart.yaml", "nane=x"]
+    result = python(*launch, *arguments, cwd=tmp_path, PYTHONPATH=str(site))
+    assert "recipes/quickstart.yaml: 1 problem" in result.stderr, result.stderr
+    assert "did you mean 'name'?" in " ".join(result.stderr.split())
 
 
 def test_the_readme_lists_the_commands() -> None:

@@ -5,7 +5,7 @@ from math import exp
 import pytest
 from pydantic import ValidationError
 
-from drafttrain.losses import LossConfig
+from drafttrain.losses.config import LossConfig
 
 
 def test_terms_from_a_recipe() -> None:

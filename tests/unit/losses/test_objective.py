@@ -11,7 +11,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from drafttrain.drafters.base import DepthOutput, DraftBatch
-from drafttrain.losses import LossConfig, Objective, ObjectiveOutput, label_mask
+from drafttrain.losses.config import LossConfig
+from drafttrain.losses.objective import Objective, ObjectiveOutput
+from drafttrain.losses.supervision import label_mask
 from drafttrain.modeling.head import Head
 from drafttrain.modeling.taps import Tap
 from drafttrain.modeling.vocab_map import VocabMap

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from drafttrain.drafters.base import DraftBatch
-from drafttrain.losses import label_mask, supervised
+from drafttrain.losses.supervision import label_mask, supervised
 
 
 def labels(mask: torch.Tensor, row: int = 0) -> list[int]:
