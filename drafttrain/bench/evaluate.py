@@ -30,12 +30,11 @@ _TARGET = "target."
 
 @dataclass(frozen=True)
 class Written:
-    """Paths of what `write_result` wrote; `leaderboard` is None where no rows were wanted."""
+    """Paths of what `write_result` wrote."""
 
     result: Path
     report: Path
     records: Path
-    leaderboard: Path | None
 
 
 def evaluate(
@@ -59,7 +58,7 @@ def evaluate(
     prompts = suite.load_prompts()
     folder = find_draft(run) if "run" in suite.drafts else None
     target = load_target(recipe.target)
-    contenders = [_contender(name, recipe, folder, target) for name in suite.drafts]
+    contenders = [_contender(name, recipe, suite, folder, target) for name in suite.drafts]
     measured = run_suite(target, suite, prompts, contenders, progress, recipe.data.template_kwargs)
     return _result(recipe, suite, prompts, contenders, target, measured), measured
 
@@ -70,9 +69,8 @@ def split_overrides(overrides: Sequence[str]) -> tuple[list[str], list[str]]:
     return [text for text in overrides if not text.startswith(_TARGET)], of_target
 
 
-def write_result(result: EvalResult, run: SuiteRun, folder: Path, leaderboard: Path | None = None) -> Written:
-    """Write `result.json`, `report.html` and `records.jsonl` into `folder`, rows into `leaderboard`."""
-    folder.mkdir(parents=True, exist_ok=True)
+def write_result(result: EvalResult, run: SuiteRun, folder: Path) -> Written:
+    """Write `result.json`, `report.html` and `records.jsonl` into an existing folder, each whole or not at all."""
     records = folder / "records.jsonl"
     with atomic_file(records) as partial, partial.open("w", encoding="utf-8") as file:
         for (setting, draft), rounds in run.records.items():
@@ -83,13 +81,15 @@ def write_result(result: EvalResult, run: SuiteRun, folder: Path, leaderboard: P
     write_json(folder / "result.json", result.to_json())
     with atomic_file(folder / "report.html") as partial:
         partial.write_text(render_html(result), encoding="utf-8")
-    rows = None
-    if leaderboard is not None:
-        rows = write_rows(leaderboard, f"{result.suite['name']}-{result.run or 'references'}", rows_of(result))
-    return Written(folder / "result.json", folder / "report.html", records, rows)
+    return Written(folder / "result.json", folder / "report.html", records)
 
 
-def _contender(name: str, recipe: Recipe, folder: Path | None, target: TargetModel) -> Contender:
+def add_to_leaderboard(result: EvalResult, folder: Path) -> Path:
+    """Write the rows of a result, replacing those of an earlier run of the same name, and render the page."""
+    return write_rows(folder, f"{result.suite['name']}-{result.run or 'references'}", rows_of(result))
+
+
+def _contender(name: str, recipe: Recipe, suite: SuiteConfig, folder: Path | None, target: TargetModel) -> Contender:
     match name:
         case "ngram":
             return Contender("ngram", "ngram", NGramProposer())
@@ -105,6 +105,11 @@ def _contender(name: str, recipe: Recipe, folder: Path | None, target: TargetMod
     assert folder is not None
     drafter, meta = load_draft(folder, target.device, target.dtype)
     check_target(meta, target.identity.to_dict(), where=folder)
+    if meta.family == "medusa" and max(suite.k) > drafter.max_depth:
+        raise RecipeError(
+            f"the suite asks for {max(suite.k)} draft tokens, the draft has {drafter.max_depth} Medusa heads",
+            remedy=f"add k=[{drafter.max_depth}] to the command",
+        )
     drafter.bind(target.embedding_weight, target.head())
     return Contender(recipe.name, meta.family, build_proposer(drafter, recipe.name))
 

@@ -31,6 +31,7 @@ Progress = Callable[[str, int, int], None]
 
 # Room for the template's own tokens around a turn when the length of a later turn has to be guessed.
 _TEMPLATE_TOKENS = 64
+_BATCHES_A_CHUNK = 4
 
 
 @dataclass(frozen=True)
@@ -165,11 +166,13 @@ class _Measurement:
         if suite.warmup:
             self._chunk(self.prompts[: suite.warmup], 0, 0, None)
             self.logs = {name: _Log() for name in self.engines}
+        # A chunk has to keep the batch full for most of its time.
+        size = max(suite.chunk, _BATCHES_A_CHUNK * self.setting.batch)
         total = len(self.prompts) * suite.repeats
         done = 0
         for repeat in range(suite.repeats):
-            for number, start in enumerate(range(0, len(self.prompts), suite.chunk)):
-                chunk = self.prompts[start : start + suite.chunk]
+            for number, start in enumerate(range(0, len(self.prompts), size)):
+                chunk = self.prompts[start : start + size]
 
                 def tell(name: str, done: int = done) -> None:
                     if progress is not None:

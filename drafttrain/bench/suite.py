@@ -45,7 +45,7 @@ class SuiteConfig(Config):
         drafts: "run" is the draft under test; "ngram" (prompt lookup) and "oracle" (replays the baseline)
             are references that need no training.
         chunk: prompts that each draft gets before the next one has its turn, so that a machine that slows
-            down or speeds up does so for all of them.
+            down or speeds up does so for all of them; four batches at least.
         repeats: how often each chunk is run; seconds and rounds are pooled.
         warmup: prompts run and thrown away before anything is timed.
         seed: of sampling.
@@ -64,7 +64,7 @@ class SuiteConfig(Config):
     batch: Counts = Field([1])
     max_new_tokens: int = Field(128, ge=1)
     drafts: DraftNames = Field(["run", "ngram", "oracle"])
-    chunk: int = Field(8, ge=1)
+    chunk: int = Field(4, ge=1)
     repeats: int = Field(1, ge=1)
     warmup: int = Field(1, ge=0)
     seed: int = Field(0, ge=0)

@@ -80,13 +80,15 @@ def _leaderboard(arguments: argparse.Namespace, console: Console) -> int:
 def _evaluate(arguments: argparse.Namespace, run: str, suite_file: str, overrides: list[str], console: Console) -> int:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    from drafttrain.bench.evaluate import evaluate, split_overrides, write_result
+    from drafttrain.bench.evaluate import add_to_leaderboard, evaluate, split_overrides, write_result
     from drafttrain.bench.leaderboard import default_folder
     from drafttrain.bench.report.terminal import result_table
     from drafttrain.bench.suite import load_suite
 
     of_suite, of_target = split_overrides(overrides)
     suite = load_suite(suite_file, of_suite)
+    folder = arguments.out or _default_out(Path(run), suite.name)
+    _make(folder)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task("loading", total=None)
@@ -95,14 +97,13 @@ def _evaluate(arguments: argparse.Namespace, run: str, suite_file: str, override
             bar.update(task, description=what, completed=done, total=total)
 
         result, measured = evaluate(run, suite, of_target, show)
-    folder = arguments.out or _default_out(Path(run), suite.name)
-    board = None if arguments.no_leaderboard else arguments.leaderboard_dir or default_folder()
-    written = write_result(result, measured, folder, board)
+    written = write_result(result, measured, folder)
     console.print(result_table(result))
     console.print(f"report: {written.report}", soft_wrap=True)
     console.print(f"result: {written.result}", soft_wrap=True)
-    if written.leaderboard is not None:
-        console.print(f"leaderboard rows: {written.leaderboard}", soft_wrap=True)
+    if not arguments.no_leaderboard:
+        rows = add_to_leaderboard(result, arguments.leaderboard_dir or default_folder())
+        console.print(f"leaderboard rows: {rows}", soft_wrap=True)
     return 0
 
 
@@ -110,3 +111,15 @@ def _default_out(run: Path, suite: str) -> Path:
     """Beside the run, or below runs/ for a recipe that was not trained."""
     folder = run if run.is_dir() else Path("runs") / run.stem
     return folder / "eval" / suite
+
+
+def _make(folder: Path) -> None:
+    """Find out before the measurement, not behind it, that nothing can be written."""
+    from drafttrain.errors import UserError
+
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(
+            f"cannot be made: {error.strerror}", where=folder, remedy="give another place by --out"
+        ) from None

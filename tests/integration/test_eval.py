@@ -107,6 +107,12 @@ def test_plain_decoding_has_tau_exactly_one(results: dict[str, Any]) -> None:
         assert entry["acceptance"]["emitted"] == entry["tokens"] - entry["answers"]
 
 
+def test_the_rows_shares_add_up_to_the_engines_clock(results: dict[str, Any]) -> None:
+    for entry in results["drafts"]:
+        split = entry["split"]
+        assert split["draft_s"] + split["verify_s"] + split["host_s"] == pytest.approx(entry["decode_s"], rel=1e-6)
+
+
 def test_no_draft_changes_greedy_output(results: dict[str, Any]) -> None:
     for draft in ("tiny-eagle3", "ngram", "oracle"):
         for entry in entries(results, draft, 0.0):
