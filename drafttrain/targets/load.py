@@ -151,7 +151,8 @@ class _explained:
         return None
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
-        if not isinstance(error, (OSError, ValueError, RuntimeError, KeyError, ImportError)):
+        # Readers of weights raise types of their own (safetensors, pickle); all mean that loading failed.
+        if not isinstance(error, Exception) or isinstance(error, TargetError):
             return
         text = str(error).strip().splitlines()
         first = text[0] if text else type(error).__name__

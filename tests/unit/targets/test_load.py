@@ -1,0 +1,130 @@
+"""Loading targets: shapes of checkpoints, identity, errors that say what to do."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from drafttrain.errors import TargetError
+from drafttrain.targets.config import TargetConfig
+from drafttrain.targets.load import load_target, load_text_config, load_tokenizer
+from tests.chats import chat_tokenizer
+from tests.support import tiny_hf
+
+
+def _save(folder: Path, kind: str = "llama", template: str = "chatml", **save: object) -> Path:
+    tokenizer = chat_tokenizer(template)
+    hf = tiny_hf(kind, vocab_size=len(tokenizer))
+    hf.save_pretrained(folder, **save)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def _config(folder: Path, **changes: object) -> TargetConfig:
+    return TargetConfig(model=str(folder), dtype="float32", device="cpu", **changes)  # type: ignore[arg-type]
+
+
+def test_single_file_and_sharded_checkpoints_are_the_same_model(tmp_path: Path) -> None:
+    one = _save(tmp_path / "one")
+    many = _save(tmp_path / "many", max_shard_size="20KB")
+    assert not (one / "model.safetensors.index.json").exists()
+    assert len(list(many.glob("model-*.safetensors"))) > 1
+    a, b = load_target(_config(one)), load_target(_config(many))
+    ids = torch.tensor([[3, 4, 5]])
+    torch.testing.assert_close(a.lm_head(a(ids).final), b.lm_head(b(ids).final))
+    assert a.identity.tokenizer_hash == b.identity.tokenizer_hash
+    assert a.identity.n_layers == 4 and a.identity.hidden_size == 32
+
+
+@pytest.mark.parametrize("kind", ["llama", "llama-tied"])
+def test_tied_and_untied_heads(tmp_path: Path, kind: str) -> None:
+    target = load_target(_config(_save(tmp_path / kind, kind)))
+    tied = target.head().weight.data_ptr() == target.embedding_weight.data_ptr()
+    assert tied == (kind == "llama-tied")
+    assert target.vocab_size == target.identity.vocab_size == target.identity.tokenizer_size
+
+
+def test_target_is_frozen_and_stays_in_eval(tmp_path: Path) -> None:
+    target = load_target(_config(_save(tmp_path / "t")))
+    assert not any(p.requires_grad for p in target.parameters())
+    assert not target.train().training
+    assert target.stop_ids and all(0 <= i < target.vocab_size for i in target.stop_ids)
+
+
+def test_identity_names_what_differs(tmp_path: Path) -> None:
+    first = load_target(_config(_save(tmp_path / "a"))).identity
+    assert not first.differences(load_target(_config(_save(tmp_path / "b"))).identity)
+    other = shutil.copytree(tmp_path / "a", tmp_path / "c")
+    hf = tiny_hf("llama", seed=9, vocab_size=first.vocab_size)
+    hf.save_pretrained(other)
+    assert first.differences(load_target(_config(other)).identity) == ["weights_hash"]
+    llama3 = load_target(_config(_save(tmp_path / "d", template="llama3"))).identity
+    assert first.differences(llama3) == ["template_hash"]
+    assert type(first).from_dict(json.loads(json.dumps(first.to_dict()))) == first
+
+
+def test_text_config_and_tokenizer_alone(tmp_path: Path) -> None:
+    folder = _save(tmp_path / "t")
+    (folder / "model.safetensors").unlink()
+    assert load_text_config(_config(folder)).num_hidden_layers == 4
+    assert load_tokenizer(_config(folder)).chat_template
+
+
+def test_errors_say_what_to_do(tmp_path: Path) -> None:
+    with pytest.raises(TargetError, match=r"nowhere: no such target folder\n  check target.model"):
+        load_target(TargetConfig(model=str(tmp_path / "nowhere")))
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(TargetError, match="has no config"):
+        load_target(_config(tmp_path / "empty"))
+    broken = _save(tmp_path / "broken")
+    weights = broken / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1000])
+    with pytest.raises(TargetError, match="cannot load its weights"):
+        load_target(_config(broken))
+    bare = _save(tmp_path / "bare")
+    for file in bare.glob("token*"):
+        file.unlink()
+    with pytest.raises(TargetError, match="cannot load its tokenizer"):
+        load_target(_config(bare))
+
+
+def test_a_hub_that_cannot_be_reached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    with pytest.raises(TargetError, match="give a local folder, or check the name"):
+        load_target(TargetConfig(model="nobody/nothing"))
+
+
+def test_weights_that_would_be_unpickled_are_refused(tmp_path: Path) -> None:
+    """A pickle that runs code when loaded must not run it."""
+    folder = _save(tmp_path / "t")
+    (folder / "model.safetensors").unlink()
+    flag = tmp_path / "ran"
+
+    class Evil:
+        def __reduce__(self) -> tuple[object, tuple[str]]:
+            return (Path.touch, (flag,))  # type: ignore[return-value]
+
+    torch.save({"model.norm.weight": Evil()}, folder / "pytorch_model.bin")
+    with pytest.raises(TargetError):
+        load_target(_config(folder))
+    assert not flag.exists()
+
+
+def test_an_unknown_scaling_of_the_logits_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers import LlamaForCausalLM
+
+    plain = LlamaForCausalLM.forward
+
+    def scaled(self: LlamaForCausalLM, *args: object, **kwargs: object) -> object:
+        out = plain(self, *args, **kwargs)
+        out.logits = out.logits * 3
+        return out
+
+    folder = _save(tmp_path / "t")
+    monkeypatch.setattr(LlamaForCausalLM, "forward", scaled)
+    with pytest.raises(TargetError, match="are not its head applied to its final state"):
+        load_target(_config(folder))
