@@ -120,6 +120,6 @@ def label_sources(sample: Sample) -> Tensor:
 def _top1(target: CausalLM, sample: Sample, final: Tensor) -> Tensor:
     top1 = torch.full((len(sample.ids),), UNKNOWN, dtype=torch.int64, device=final.device)
     wanted = label_sources(sample).to(final.device)
-    for rows in wanted.split(_TOP1_ROWS):
+    for rows in torch.split(wanted, _TOP1_ROWS):
         top1[rows] = target.lm_head(final[rows]).argmax(-1)
     return top1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
@@ -20,7 +21,13 @@ from drafttrain.modeling.taps import FeatureSpec, Tap
 
 
 class FeatureSource(Protocol):
-    """Gives training batches with the taps of a draft and `Tap.final`."""
+    """Gives training batches with the taps of a draft and `Tap.final`.
+
+    Attributes:
+        target_s: seconds spent so far in the target itself.
+    """
+
+    target_s: float
 
     def batch(self, rows: Rows, device: torch.device) -> DraftBatch:
         """The rows with features [B, T, H] a tap and top1 [B, T]; padding is zero, top1 -1 where unknown."""
@@ -53,6 +60,7 @@ class OnlineFeatures:
         self._batch_tokens = batch_tokens
         self._want_top1 = want_top1
         self._known: dict[str, Tensor] = {}
+        self.target_s = 0.0
 
     def batch(self, rows: Rows, device: torch.device) -> DraftBatch:
         """See `FeatureSource`."""
@@ -62,6 +70,7 @@ class OnlineFeatures:
             found.setdefault(id(place.sample), []).append(place)
         samples = [at[0].sample for at in found.values()]
         buffers = _Buffers(batch, self._want_top1)
+        began = time.perf_counter()
         for captured in capture(
             self.target, samples, self.taps, batch_tokens=self._batch_tokens, wants_top1=self._is_new
         ):
@@ -72,6 +81,8 @@ class OnlineFeatures:
                 top1 = self._known[sample.id]
             for place in found[id(sample)]:
                 buffers.put(place, captured.features, top1)
+        # Scattering is a copy of a few MB beside the forward, so it is counted with it.
+        self.target_s += time.perf_counter() - began
         return batch
 
     def _is_new(self, sample: Sample) -> bool:
@@ -83,6 +94,7 @@ class StoredFeatures:
 
     def __init__(self, reader: StoreReader) -> None:
         self.reader = reader
+        self.target_s = 0.0
 
     def batch(self, rows: Rows, device: torch.device) -> DraftBatch:
         """See `FeatureSource`."""
@@ -140,7 +152,7 @@ def build_store(
     writer = StoreWriter(path, identity, shard_bytes=config.shard_mib << 20)
     todo = writer.missing(samples)
     writer.require_space(todo)
-    taps = tuple(Tap.parse(name) for name in identity.taps)
+    taps = tuple(Tap.parse(name) for name in writer.identity.taps)
     total, done = sum(len(sample.ids) for sample in todo), 0
     # Blocks of documents in the data's order, sorted by length inside: an interrupted build loses one block at most.
     for block in _blocks(todo, 64 * config.batch_tokens):

@@ -72,13 +72,18 @@ class StoreIdentity:
         """What one token takes on disk."""
         return self.width * self.torch_dtype.itemsize + _ID_BYTES
 
-    def differences(self, other: StoreIdentity) -> list[str]:
-        """Names and values of what differs; the target's name alone is no difference."""
-        return [
-            f"{field.name.replace('_', ' ')} (store: {_show(theirs)}, here: {_show(ours)})"
-            for field in fields(self)
-            if field.name != "target" and (ours := getattr(self, field.name)) != (theirs := getattr(other, field.name))
-        ]
+    def differences(self, store: StoreIdentity) -> list[str]:
+        """Names and values of what keeps `store` from serving this identity.
+
+        The target's name is no difference, and a store may hold more taps than are read.
+        """
+        differing = []
+        for field in fields(self):
+            ours, theirs = getattr(self, field.name), getattr(store, field.name)
+            same = set(ours) <= set(theirs) if field.name == "taps" else ours == theirs
+            if not same and field.name != "target":
+                differing.append(f"{field.name.replace('_', ' ')} (store: {_show(theirs)}, here: {_show(ours)})")
+        return differing
 
 
 def _show(value: Any) -> str:
@@ -111,8 +116,8 @@ def read_identity(path: Path) -> StoreIdentity:
         raise StoreError(f"the manifest is damaged: {error}", where=path / "manifest.json") from None
 
 
-def require_same(path: Path, wanted: StoreIdentity) -> None:
-    """Refuse a store that was made for something else, by the name of what differs."""
+def require_fit(path: Path, wanted: StoreIdentity) -> StoreIdentity:
+    """The store's identity; one that was made for something else is refused by the name of what differs."""
     found = read_identity(path)
     differing = wanted.differences(found)
     if differing:
@@ -121,6 +126,7 @@ def require_same(path: Path, wanted: StoreIdentity) -> None:
             where=path,
             remedy="give features.path another folder, or remove this one to build it anew",
         )
+    return found
 
 
 @dataclass(frozen=True)
@@ -154,9 +160,7 @@ class StoreReader:
         verify: str = "checksum",
     ) -> None:
         self.path = Path(path)
-        if wanted is not None:
-            require_same(self.path, wanted)
-        self.identity = read_identity(self.path)
+        self.identity = read_identity(self.path) if wanted is None else require_fit(self.path, wanted)
         self.complete = bool(read_json(self.path / "manifest.json")["complete"])
         if not self.complete and not allow_incomplete:
             raise StoreError(
@@ -164,7 +168,12 @@ class StoreReader:
                 where=self.path,
                 remedy="run the same `drafttrain train` again, it goes on where it stopped",
             )
-        self._taps = tuple(Tap.parse(name) for name in self.identity.taps)
+        names, size = self.identity.taps, self.identity.hidden_size
+        self._columns = {
+            Tap.parse(name): slice(at * size, (at + 1) * size)
+            for at, name in enumerate(names)
+            if wanted is None or name in wanted.taps
+        }
         self._entries: dict[str, _Entry] = {}
         self._maps: list[tuple[Tensor, Tensor, Tensor]] = []
         for folder in _shard_folders(self.path):
@@ -218,7 +227,7 @@ class StoreReader:
         return entry.shard, rows
 
     def read(self, sample: Sample) -> tuple[dict[Tap, Tensor], Tensor]:
-        """Features (tap -> [L, H], views of the map) and top1 (int64 [L]) of a document of L tokens.
+        """Features (wanted tap -> [L, H], views of the map) and top1 (int64 [L]) of a document of L tokens.
 
         Raises:
             StoreError: see `require`.
@@ -226,7 +235,7 @@ class StoreReader:
         """
         shard, rows = self.require(sample)
         features, _, top1 = self._maps[shard]
-        by_tap = dict(zip(self._taps, features[rows].split(self.identity.hidden_size, dim=-1), strict=True))
+        by_tap = {tap: features[rows, columns] for tap, columns in self._columns.items()}
         check_features(sample, by_tap)
         return by_tap, top1[rows].long()
 
@@ -236,7 +245,7 @@ class StoreWriter:
 
     Args:
         path: folder of the store; made when it does not exist.
-        identity: what it is made for; an existing store must have the same.
+        identity: what it is made for; an existing store must fit, and keeps its own taps.
         shard_bytes: a shard is closed when its features reach this size.
     """
 
@@ -248,7 +257,7 @@ class StoreWriter:
         self._pending_tokens = 0
         known = (self.path / "manifest.json").exists()
         if known:
-            require_same(self.path, identity)
+            self.identity = identity = require_fit(self.path, identity)
         elif self.path.exists() and any(self.path.iterdir()):
             raise StoreError(
                 "the folder is no feature store and not empty",

@@ -37,8 +37,7 @@ class EngineMeasurement:
     ) -> None:
         self.target, self.drafter, self.config = target, drafter, config
         self.requests = [
-            Request(str(index), ids, config.max_new_tokens, stop_ids=stop_ids)
-            for index, ids in enumerate(prompts)
+            Request(str(index), ids, config.max_new_tokens, stop_ids=stop_ids) for index, ids in enumerate(prompts)
         ]
 
     def __call__(self) -> Acceptance:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -46,21 +47,25 @@ MeasureAcceptance = Callable[[], Acceptance]
 """Measures the draft as it stands; must leave its parameters and training mode as they were."""
 
 
-class WandbTracker:
-    """Sends records to wandb; offline unless asked.
+def require_tracker(config: TrackingConfig) -> None:
+    """Refuse at the start what would fail after hours of data and features.
 
     Raises:
-        UserError: wandb is not installed.
+        UserError: wandb is asked for and not installed.
     """
+    if config.wandb != "off" and find_spec("wandb") is None:
+        raise UserError(
+            f"tracking.wandb is {config.wandb!r}, but wandb is not installed",
+            remedy="pip install 'drafttrain[wandb]', or set tracking.wandb=off",
+        )
+
+
+class WandbTracker:
+    """Sends records to wandb; offline unless asked."""
 
     def __init__(self, config: TrackingConfig, name: str, folder: Path, recipe: dict[str, Any]) -> None:
-        try:
-            import wandb
-        except ImportError:
-            raise UserError(
-                f"tracking.wandb is {config.wandb!r}, but wandb is not installed",
-                remedy="pip install 'drafttrain[wandb]', or set tracking.wandb=off",
-            ) from None
+        import wandb
+
         mode: Any = config.wandb
         self._run = wandb.init(
             project=config.project,

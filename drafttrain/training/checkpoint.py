@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -74,25 +75,32 @@ def save_checkpoint(
         shutil.rmtree(left_over, ignore_errors=True)
     weights = _contiguous(model.state_dict())
     moments = _contiguous(optimizer_tensors(model, optimizer))
-    require_free_space(
-        folder, sum(t.nbytes for part in (weights, moments) for t in part.values()) + (16 << 20)
-    )
+    require_free_space(folder, sum(t.nbytes for part in (weights, moments) for t in part.values()) + (16 << 20))
     if final.exists():
         # Only a damaged folder of the same step can stand here: resuming found it unusable.
         shutil.rmtree(final)
-    with atomic_folder(final) as partial:
-        files = {}
-        for name, tensors in (("model.safetensors", weights), ("optimizer.safetensors", moments)):
-            save_file(tensors, partial / name)
-            _sync(partial / name)
-            files[name] = {"bytes": (partial / name).stat().st_size, "sha256": sha256_file(partial / name)}
-        write_json(
-            partial / "checkpoint.json",
-            {"schema": SCHEMA, "state": asdict(state), "fingerprint": dict(fingerprint), "files": files},
-        )
+    meta = {"schema": SCHEMA, "state": asdict(state), "fingerprint": dict(fingerprint)}
+    try:
+        with atomic_folder(final) as partial:
+            _write(partial, {"model.safetensors": weights, "optimizer.safetensors": moments}, meta)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(
+            f"cannot be written: {error}",
+            where=final,
+            remedy="the checkpoints before are whole: free some space and run the same command again",
+        ) from error
     for old in sorted(path for path in folder.iterdir() if _NAME.fullmatch(path.name))[:-keep]:
         shutil.rmtree(old)
     return final
+
+
+def _write(folder: Path, parts: Mapping[str, dict[str, Tensor]], meta: dict[str, Any]) -> None:
+    files = {}
+    for name, tensors in parts.items():
+        save_file(tensors, folder / name)
+        _sync(folder / name)
+        files[name] = {"bytes": (folder / name).stat().st_size, "sha256": sha256_file(folder / name)}
+    write_json(folder / "checkpoint.json", {**meta, "files": files})
 
 
 def load_checkpoint(
@@ -152,11 +160,7 @@ def check_whole(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"the checkpoint has schema {schema}, this version reads {SCHEMA}", where=path)
     for name, expected in files.items():
         file = path / name
-        if (
-            not file.exists()
-            or file.stat().st_size != expected["bytes"]
-            or sha256_file(file) != expected["sha256"]
-        ):
+        if not file.exists() or file.stat().st_size != expected["bytes"] or sha256_file(file) != expected["sha256"]:
             raise CheckpointError(f"{path.name}/{name} is missing, truncated or damaged", where=path)
     return meta
 

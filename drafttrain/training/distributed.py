@@ -40,9 +40,7 @@ def make_accelerator() -> Accelerator:
             DistributedDataParallelKwargs(broadcast_buffers=False),
         ],
     )
-    check_as_asked(
-        int(os.environ.get("WORLD_SIZE", "1")), accelerator.num_processes, accelerator.distributed_type
-    )
+    check_as_asked(int(os.environ.get("WORLD_SIZE", "1")), accelerator.num_processes, accelerator.distributed_type)
     return accelerator
 
 

@@ -22,7 +22,7 @@ class Interval:
         loss: sum of step losses (this rank's share of them).
         steps, tokens: optimiser steps, and tokens of all ranks.
         grad_norm: sum of the norms before clipping.
-        seconds: wall time of everything, of features (data and target), of the draft.
+        seconds: wall time of everything, of laying out data, of the target, of the draft.
     """
 
     correct: Tensor
@@ -31,39 +31,57 @@ class Interval:
     steps: int = 0
     tokens: int = 0
     grad_norm: float = 0.0
-    seconds: dict[str, float] = field(default_factory=lambda: {"all": 0.0, "features": 0.0, "draft": 0.0})
+    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(("all", "data", "target", "draft"), 0.0))
 
     @staticmethod
     def empty(depths: int) -> Interval:
         """Nothing summed yet."""
         return Interval(torch.zeros(depths, dtype=torch.float64), torch.zeros(depths, dtype=torch.float64))
 
-    def end_step(self, tokens: int, grad_norm: float, seconds: float) -> None:
+    def end_step(self, loss: float, tokens: int, grad_norm: float, seconds: float) -> None:
         """Count an optimiser step."""
+        self.loss += loss
         self.steps += 1
         self.tokens += tokens
         self.grad_norm += grad_norm
         self.seconds["all"] += seconds
 
-    def record(self, accelerator: Accelerator) -> dict[str, Any]:
-        """The metrics of the interval, summed over ranks; every rank must call it."""
+    def gather(self, accelerator: Accelerator) -> None:
+        """Move the sums of all ranks to the main one; every rank must call it."""
+        if accelerator.num_processes == 1:
+            return
         local = torch.cat([torch.tensor([self.loss], dtype=torch.float64), self.correct, self.total])
-        summed = sum_over_ranks(accelerator, local) if accelerator.num_processes > 1 else local
-        correct, total = summed[1:].chunk(2)
+        summed = sum_over_ranks(accelerator, local)
+        if accelerator.is_main_process:
+            self.loss = float(summed[0])
+            self.correct, self.total = summed[1:].chunk(2)
+        else:
+            self.clear_share()
+
+    def clear_share(self) -> None:
+        """Drop what another rank has taken over."""
+        self.loss = 0.0
+        self.correct, self.total = torch.zeros_like(self.correct), torch.zeros_like(self.total)
+
+    def record(self, accelerator: Accelerator) -> dict[str, Any]:
+        """The metrics of the interval, right on the main rank; every rank must call it."""
+        self.gather(accelerator)
         accuracy = [
-            hit / seen if seen else None for hit, seen in zip(correct.tolist(), total.tolist(), strict=True)
+            hit / seen if seen else None for hit, seen in zip(self.correct.tolist(), self.total.tolist(), strict=True)
         ]
         seconds = self.seconds["all"]
+        inside = self.seconds["data"] + self.seconds["target"] + self.seconds["draft"]
         return {
-            "loss": float(summed[0]) / self.steps,
+            "loss": self.loss / self.steps,
             "accuracy": accuracy,
             "grad_norm": self.grad_norm / self.steps,
             "tokens": self.tokens,
             "tokens_per_s": self.tokens / seconds if seconds else 0.0,
             "seconds_per_step": seconds / self.steps,
-            "features_s": self.seconds["features"],
+            "data_s": self.seconds["data"],
+            "target_s": self.seconds["target"],
             "draft_s": self.seconds["draft"],
-            "other_s": seconds - self.seconds["features"] - self.seconds["draft"],
+            "other_s": seconds - inside,
             "memory_mib": peak_memory_mib(accelerator.device),
         }
 

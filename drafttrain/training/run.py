@@ -14,7 +14,7 @@ from drafttrain.recipe.load import save_recipe
 from drafttrain.recipe.provenance import collect_provenance, record_provenance
 from drafttrain.recipe.schema import Recipe
 from drafttrain.training.acceptance import EngineMeasurement
-from drafttrain.training.callbacks import Listener, WandbTracker
+from drafttrain.training.callbacks import Listener, WandbTracker, require_tracker
 from drafttrain.training.checkpoint import set_aside
 from drafttrain.training.distributed import make_accelerator
 from drafttrain.training.metrics import MetricsLog
@@ -36,6 +36,7 @@ def train_recipe(recipe: Recipe, resume: Resume, console: Console) -> TrainResul
     Raises:
         UserError: see `build_run` and `Trainer.fit`.
     """
+    require_tracker(recipe.tracking)
     if recipe.training.num_threads is not None:
         torch.set_num_threads(recipe.training.num_threads)
     accelerator = make_accelerator()
@@ -111,9 +112,7 @@ def resume_from(value: str) -> Resume:
         return "never"
     path = Path(value).expanduser()
     if not path.is_dir():
-        raise RecipeError(
-            "no such checkpoint folder", where=path, remedy="--resume takes auto, never or a folder"
-        )
+        raise RecipeError("no such checkpoint folder", where=path, remedy="--resume takes auto, never or a folder")
     return path
 
 

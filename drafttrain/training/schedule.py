@@ -20,13 +20,7 @@ def learning_rate(step: int, total_steps: int, config: TrainingConfig) -> float:
         return config.lr
     if config.schedule == "cosine":
         progress = (step - warmup) / max(1, total_steps - warmup)
-        return config.min_lr + (config.lr - config.min_lr) * 0.5 * (
-            1 + math.cos(math.pi * min(1.0, progress))
-        )
+        return config.min_lr + (config.lr - config.min_lr) * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
     decay = config.decay_steps(total_steps)
     left = total_steps - step
-    return (
-        config.lr
-        if left > decay
-        else config.min_lr + (config.lr - config.min_lr) * max(0, left) / max(1, decay)
-    )
+    return config.lr if left > decay else config.min_lr + (config.lr - config.min_lr) * max(0, left) / max(1, decay)

@@ -44,12 +44,8 @@ class TrainStep(nn.Module):
         device = batch.tokens.device.type
         with torch.autocast(device, dtype=self._dtype, enabled=self._dtype != torch.float32):
             outputs = self.drafter.unroll(batch, len(counts))
-            result = self.objective(
-                outputs, batch, self.drafter.head, self._target_head, self._vocab_map, counts
-            )
+            result = self.objective(outputs, batch, self.drafter.head, self._target_head, self._vocab_map, counts)
         if not bool(torch.as_tensor(result.total).gt(0).all()):
             # No label at some depth: parameters of that depth alone would get no gradient, and DDP would wait for it.
-            result.loss = result.loss + sum(
-                0.0 * p.reshape(-1)[0] for p in self.parameters() if p.requires_grad
-            )
+            result.loss = result.loss + sum(0.0 * p.reshape(-1)[0] for p in self.parameters() if p.requires_grad)
         return result

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -18,7 +19,7 @@ from drafttrain.drafters.base import Drafter
 from drafttrain.errors import DataError, UserError
 from drafttrain.features.layout import lay_out
 from drafttrain.features.sources import FeatureSource
-from drafttrain.losses.objective import Objective
+from drafttrain.losses.objective import Objective, ObjectiveOutput
 from drafttrain.modeling.head import Head
 from drafttrain.recipe.training_config import TrainingConfig
 from drafttrain.training.callbacks import Listener, MeasureAcceptance
@@ -146,6 +147,8 @@ class Trainer:
         if path is not None:
             self.state = load_checkpoint(path, self.drafter, self.optimizer, self.fingerprint)
             self._interval = Interval.from_json(self.state.interval, self.depths)
+            if not main:
+                self._interval.clear_share()
 
     def fit(
         self,
@@ -177,9 +180,7 @@ class Trainer:
                         break
                     done = self.state.step
                     last = done == self.total_steps
-                    if measure is not None and (
-                        last or (measure_every is not None and done % measure_every == 0)
-                    ):
+                    if measure is not None and (last or (measure_every is not None and done % measure_every == 0)):
                         self._measure(measure, listeners, on_best)
                     if last or (self.config.save_every is not None and done % self.config.save_every == 0):
                         self._save()
@@ -206,12 +207,12 @@ class Trainer:
         rate = learning_rate(self.state.step, self.total_steps, self.config)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        losses = [
-            self._micro_step(index, rows, counts, last=index == len(micro) - 1)
-            for index, rows in enumerate(micro)
+        outputs = [
+            self._micro_step(index, rows, counts, last=index == len(micro) - 1) for index, rows in enumerate(micro)
         ]
         norm = self._clip()
-        self._guard(norm, losses, micro)
+        losses = torch.stack([output.loss.detach() for output in outputs]).double().cpu()
+        self._guard(norm, losses.tolist(), micro)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         state = self.state
@@ -219,7 +220,10 @@ class Trainer:
         state.epoch, state.row = window.epoch, window.first_row + len(window.rows)
         tokens = sum(len(sample.ids) for row in window.rows for sample in row)
         state.tokens += tokens
-        self._interval.end_step(tokens, float(norm), time.perf_counter() - began)
+        for output in outputs:
+            self._interval.correct += output.correct.detach().cpu()
+            self._interval.total += output.total.detach().cpu()
+        self._interval.end_step(float(losses.sum()), tokens, float(norm), time.perf_counter() - began)
         if state.step % self.config.log_every == 0 or state.step == self.total_steps:
             self._log(rate, listeners)
         return True
@@ -233,30 +237,22 @@ class Trainer:
         total = sum_over_ranks(self.accelerator, local) if self.ranks > 1 else local
         return total[:-1], bool(total[-1] > 0)
 
-    def _micro_step(self, index: int, rows: list[Row], counts: Tensor, last: bool) -> float:
-        began = time.perf_counter()
+    def _micro_step(self, index: int, rows: list[Row], counts: Tensor, last: bool) -> ObjectiveOutput:
+        """Forward and backward of a micro-batch; ranks exchange gradients in the last one alone."""
+        began, in_target = time.perf_counter(), self.source.target_s
         batch = self.source.batch(rows, self.device)
-        featured = time.perf_counter()
+        featured, in_target = time.perf_counter(), self.source.target_s - in_target
         seed = np.random.SeedSequence([self.seed, self.state.step, self.rank, index])
         torch.manual_seed(int(seed.generate_state(1, np.uint64)[0] >> 1))
-        if last:
-            loss = self._backward(batch, counts)
-        else:
-            with self.accelerator.no_sync(self.model):
-                loss = self._backward(batch, counts)
-        self._interval.seconds["features"] += featured - began
-        self._interval.seconds["draft"] += time.perf_counter() - featured
-        return loss
-
-    def _backward(self, batch: Any, counts: Tensor) -> float:
-        output = self.model(batch, counts.to(self.device))
-        # DDP divides by the ranks; the counts are global already.
-        self.accelerator.backward(output.loss * self.ranks)
-        loss = float(output.loss.detach())
-        self._interval.loss += loss
-        self._interval.correct += output.correct.detach().cpu().double()
-        self._interval.total += output.total.detach().cpu().double()
-        return loss
+        with nullcontext() if last else self.accelerator.no_sync(self.model):
+            output: ObjectiveOutput = self.model(batch, counts)
+            # DDP divides by the ranks; the counts are global already.
+            self.accelerator.backward(output.loss * self.ranks)
+        seconds = self._interval.seconds
+        seconds["target"] += in_target
+        seconds["data"] += featured - began - in_target
+        seconds["draft"] += time.perf_counter() - featured
+        return output
 
     def _clip(self) -> Tensor:
         limit = self.config.clip_norm if self.config.clip_norm is not None else float("inf")
@@ -264,7 +260,7 @@ class Trainer:
 
     def _guard(self, norm: Tensor, losses: list[float], micro: list[list[Row]]) -> None:
         # DDP has summed the gradients, so a NaN on one rank shows in the norm of every rank.
-        if bool(torch.isfinite(norm)):
+        if bool(torch.isfinite(norm)) and np.isfinite(losses).all():
             return
         bad = [rows for rows, loss in zip(micro, losses, strict=True) if not np.isfinite(loss)]
         rows = [row for group in bad or micro for row in group]
@@ -284,9 +280,7 @@ class Trainer:
         for listener in listeners:
             listener.on_record(record)
 
-    def _measure(
-        self, measure: MeasureAcceptance, listeners: Sequence[Listener], on_best: Callable[[], None]
-    ) -> None:
+    def _measure(self, measure: MeasureAcceptance, listeners: Sequence[Listener], on_best: Callable[[], None]) -> None:
         if self.accelerator.is_main_process:
             found = measure()
             best = self.state.best_tau is None or found.tau > self.state.best_tau
@@ -308,6 +302,7 @@ class Trainer:
         self.accelerator.wait_for_everyone()
 
     def _save(self) -> None:
+        self._interval.gather(self.accelerator)
         if self.accelerator.is_main_process:
             self.state.interval = self._interval.to_json()
             save_checkpoint(

@@ -71,9 +71,7 @@ class DataOrder:
         self, samples: Sequence[Sample], *, row_length: int, packing: bool, window_rows: int, seed: int
     ) -> None:
         if not samples:
-            raise DataError(
-                "there are no training samples", remedy="look at the rejects, or give more prompts"
-            )
+            raise DataError("there are no training samples", remedy="look at the rejects, or give more prompts")
         longest = max(samples, key=lambda sample: len(sample.ids))
         if len(longest.ids) > row_length:
             raise DataError(
@@ -106,9 +104,7 @@ class DataOrder:
         # A short window stays last, so that windows of an epoch begin at multiples of window_rows.
         whole = [window for window in windows if len(window) == self.window_rows]
         short = [window for window in windows if len(window) < self.window_rows]
-        return [row for index in rng.permutation(len(whole)) for row in whole[index]] + [
-            r for w in short for r in w
-        ]
+        return [row for index in rng.permutation(len(whole)) for row in whole[index]] + [r for w in short for r in w]
 
     def steps_in(self, epochs: float) -> int:
         """Optimiser steps of `epochs` passes; a fraction of an epoch is rounded up to a step."""
@@ -133,7 +129,7 @@ class DataOrder:
 def first_fit(samples: Sequence[Sample], row_length: int, open_rows: int = 64) -> list[Row]:
     """Pack samples into rows of at most `row_length` tokens: the first of the open rows with room takes the next.
 
-    Rows come in the order in which they were opened. Only the `open_rows` latest stay open, which keeps the cost linear.
+    Rows come in the order in which they were opened. Only the `open_rows` latest stay open: the cost is linear.
     """
     rows: list[Row] = []
     room: list[int] = []

@@ -43,7 +43,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     LlamaForCausalLM(config).save_pretrained(folder / "target")
     tokenizer.save_pretrained(folder / "target")
-    words = "one two three four five six seven eight nine ten eleven twelve".split()
+    words = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve"]
     with (folder / "conversations.jsonl").open("w") as file:
         for number in range(24):
             question = " ".join(words[(number * 5 + i) % 12] for i in range(3 + number % 5))
@@ -89,7 +89,16 @@ def recipe(world: Path, run: Path, **sections: dict[str, Any]) -> Path:
 def command(*arguments: str, ranks: int = 1) -> list[str]:
     if ranks == 1:
         return [sys.executable, str(ROOT / "drafttrain/train.py"), *arguments]
-    launch = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_machines", "1", "--mixed_precision", "no"]
+    launch = [
+        sys.executable,
+        "-m",
+        "accelerate.commands.launch",
+        "--cpu",
+        "--num_machines",
+        "1",
+        "--mixed_precision",
+        "no",
+    ]
     launch += ["--num_processes", str(ranks), "--main_process_port", "0", "--dynamo_backend", "no"]
     return [*launch, str(ROOT / "drafttrain/train.py"), *arguments]
 
@@ -166,10 +175,10 @@ def test_kill_9_and_resume_give_the_curve_of_an_unbroken_run(world: Path, unbrok
 
 def test_sigterm_saves_and_stops(world: Path, unbroken: Path) -> None:
     run = world / "stopped"
-    path = recipe(world, run, training={**yaml.safe_load(recipe(world, run).read_text())["training"], "save_every": None})
-    process = subprocess.Popen(
-        command(str(path)), env=environment(world), cwd=world, stdout=subprocess.PIPE, text=True
+    path = recipe(
+        world, run, training={**yaml.safe_load(recipe(world, run).read_text())["training"], "save_every": None}
     )
+    process = subprocess.Popen(command(str(path)), env=environment(world), cwd=world, stdout=subprocess.PIPE, text=True)
     log = run / "metrics.jsonl"
     deadline = time.monotonic() + 400
     while not (log.exists() and len(log.read_text().splitlines()) >= 2):

@@ -71,15 +71,10 @@ def test_features_are_what_an_independent_forward_gives(tmp_path: Path) -> None:
             torch.testing.assert_close(
                 batch.features[Tap.block(index)][0, here], out.hidden_states[index][0], rtol=1e-4, atol=1e-5
             )
-        torch.testing.assert_close(
-            batch.features[Tap.final][0, here], out.last_hidden_state[0], rtol=1e-4, atol=1e-5
-        )
+        torch.testing.assert_close(batch.features[Tap.final][0, here], out.last_hidden_state[0], rtol=1e-4, atol=1e-5)
         assert batch.top1 is not None
         first, last = sample.spans[0]
-        assert (
-            batch.top1[0, here][first - 1 : last + 1].tolist()
-            == logits.argmax(-1)[first - 1 : last + 1].tolist()
-        )
+        assert batch.top1[0, here][first - 1 : last + 1].tolist() == logits.argmax(-1)[first - 1 : last + 1].tolist()
         assert (batch.top1[0, here][: first - 1] == -1).all()
         start += len(sample.ids)
 
@@ -244,3 +239,15 @@ def test_stored_batches_can_be_trained_on(tmp_path: Path) -> None:
         # Fails on tensors made in inference mode.
         (source.batch([data], CPU).features[Tap.final] @ weight).sum().backward()
         assert weight.grad is not None
+
+
+def test_a_store_with_more_taps_serves_and_keeps_them(tmp_path: Path) -> None:
+    data = samples(5)
+    build(tmp_path / "store", data[:3])
+    fewer = replace(IDENTITY, taps=("2", "final"))
+    build(tmp_path / "store", data, fewer)
+    assert StoreReader(tmp_path / "store").identity.taps == IDENTITY.taps
+    batch = open_store(tmp_path / "store", fewer, data).batch([data], CPU)
+    assert set(batch.features) == {Tap.block(2), Tap.final}
+    whole = open_store(tmp_path / "store", IDENTITY, data).batch([data], CPU)
+    assert all(torch.equal(value, whole.features[tap]) for tap, value in batch.features.items())

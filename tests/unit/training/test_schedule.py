@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 
 from drafttrain.recipe.training_config import TrainingConfig
@@ -21,16 +23,14 @@ def test_wsd_is_flat_then_falls_to_the_end() -> None:
     assert found[:7] == [1.0] * 7
     assert found[7:] == pytest.approx([0.8, 0.6, 0.4])
     # The step after the last would have exactly min_lr.
-    config = TrainingConfig(
-        max_steps=10, lr=1.0, schedule="wsd", warmup=0.0, decay_fraction=0.4, min_lr=0.2
-    )
+    config = TrainingConfig(max_steps=10, lr=1.0, schedule="wsd", warmup=0.0, decay_fraction=0.4, min_lr=0.2)
     assert learning_rate(10, 10, config) == pytest.approx(0.2)
 
 
 def test_cosine_falls_from_peak_to_minimum() -> None:
     found = rates(100, schedule="cosine", warmup=10, min_lr=0.1)
     assert found[10] == 1.0
-    assert all(after < before for before, after in zip(found[10:], found[11:], strict=False))
+    assert all(after < before for before, after in pairwise(found[10:]))
     assert found[55] == pytest.approx(0.55)
     assert found[-1] == pytest.approx(0.1, abs=1e-3)
 

@@ -32,9 +32,7 @@ def test_an_epoch_has_every_sample_once_in_rows_that_fit(
     count: int, row_length: int, packing: bool, window_rows: int, epoch: int
 ) -> None:
     data = samples(count)
-    rows = DataOrder(
-        data, row_length=row_length, packing=packing, window_rows=window_rows, seed=0
-    ).epoch_rows(epoch)
+    rows = DataOrder(data, row_length=row_length, packing=packing, window_rows=window_rows, seed=0).epoch_rows(epoch)
     assert Counter(sample.id for row in rows for sample in row) == Counter(sample.id for sample in data)
     assert all(0 < sum(len(s.ids) for s in row) <= row_length for row in rows)
 
