@@ -20,12 +20,15 @@ ARGS ?=
 GPU := $(shell nvidia-smi -L >/dev/null 2>&1 && echo yes)
 # A GPU machine keeps the torch it has.
 KEEP_TORCH := $(if $(GPU),$(shell $(PYTHON) -c 'import torch' 2>/dev/null && echo --system-site-packages))
-LAUNCH := $(if $(GPU),recipes/accelerate/ddp.yaml,recipes/accelerate/cpu.yaml)
+# On CPUs that share cores between threads, accelerate would leave half of them idle.
+ON_CPU := --config_file recipes/accelerate/cpu.yaml --num_cpu_threads_per_process $(shell nproc 2>/dev/null || echo 1)
+ON_GPU := --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no
+LAUNCH := $(if $(GPU),$(ON_GPU),$(ON_CPU))
 
 .PHONY: quickstart test lint format venv clean
 
 quickstart: venv
-	$(BIN)/accelerate launch --config_file $(LAUNCH) drafttrain/train.py $(RECIPE) $(ARGS)
+	$(BIN)/accelerate launch $(LAUNCH) drafttrain/train.py $(RECIPE) $(ARGS)
 	$(BIN)/drafttrain eval runs/$(basename $(notdir $(RECIPE))) --suite $(SUITE)
 
 test: venv
