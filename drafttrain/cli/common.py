@@ -33,12 +33,10 @@ def recipe_of(arguments: argparse.Namespace) -> Recipe:
 def chat_of(recipe: Recipe) -> ChatRenderer:
     """The chat template of a recipe's target; reads no weights."""
     from drafttrain.corpus.chat import ChatRenderer
-    from drafttrain.targets.load import load_text_config, load_tokenizer
+    from drafttrain.targets.load import load_stop_ids, load_tokenizer
 
     tokenizer = load_tokenizer(recipe.target)
-    eos = load_text_config(recipe.target).eos_token_id
-    stops = [] if eos is None else eos if isinstance(eos, list) else [eos]
-    return ChatRenderer(tokenizer, recipe.data.template_kwargs, stops)
+    return ChatRenderer(tokenizer, recipe.data.template_kwargs, load_stop_ids(recipe.target))
 
 
 def target_when_needed(recipe: Recipe, console: Console) -> Callable[[], InProcess]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,7 @@ from drafttrain.errors import TargetError
 from drafttrain.targets import embedded
 from drafttrain.targets.config import TargetConfig
 from drafttrain.targets.identity import TargetIdentity, template_hash, tokenizer_hash, weights_fingerprint
-from drafttrain.targets.model import TargetModel
+from drafttrain.targets.model import TargetModel, stop_ids
 
 _WEIGHTS = ("*.safetensors", "*.bin", "*.gguf")
 
@@ -43,7 +45,7 @@ def load_target(config: TargetConfig) -> TargetModel:
 
         # Without it the weights stay packed: slow forwards, and nothing can be saved.
         options["quantization_config"] = GgufConfig(dequantize=True)
-    with _explained(config, "weights"):
+    with _explained(config, "weights"), _no_bars():
         hf: Any = AutoModelForCausalLM.from_pretrained(place.source, **options)
     hf.to(resolve_device(config.device))
     identity = TargetIdentity(
@@ -84,6 +86,20 @@ def load_text_config(config: TargetConfig) -> Any:
     with _explained(config, "config"):
         loaded: Any = AutoConfig.from_pretrained(place.source, **_common(config, place))
     return loaded.get_text_config()
+
+
+def load_stop_ids(config: TargetConfig) -> frozenset[int]:
+    """Ids that end a turn or a text, as `TargetModel.stop_ids`; reads no weights."""
+    from transformers import GenerationConfig
+
+    place = _locate(config)
+    options = _common(config, place)
+    options.pop("gguf_file", None)
+    try:
+        generation: Any = GenerationConfig.from_pretrained(place.source, **options)
+    except OSError:  # a checkpoint need not have one
+        generation = None
+    return stop_ids(generation, load_text_config(config), load_tokenizer(config))
 
 
 def resolve_device(device: str) -> torch.device:
@@ -139,6 +155,20 @@ def _weight_files(config: TargetConfig, place: _Place, hf: Any) -> list[Path]:
         if files:
             return files
     raise TargetError("no weight files", where=folder, remedy=f"expected one of {', '.join(_WEIGHTS)}")
+
+
+@contextmanager
+def _no_bars() -> Iterator[None]:
+    """transformers draws a bar a second long for each load; progress is the caller's to show."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
 
 
 class _explained:

@@ -25,7 +25,7 @@ class TargetModel(CausalLM):
         super().__init__(hf)
         self.tokenizer = tokenizer
         self.identity = identity
-        self.stop_ids = _stop_ids(hf, tokenizer)
+        self.stop_ids = stop_ids(getattr(hf, "generation_config", None), hf.config, tokenizer)
         self.context = int(getattr(self.config, "max_position_embeddings", 0) or 2**31)
         self.requires_grad_(False)
         self.eval()
@@ -52,11 +52,11 @@ class TargetModel(CausalLM):
             )
 
 
-def _stop_ids(hf: Any, tokenizer: Any) -> frozenset[int]:
+def stop_ids(generation: Any, config: Any, tokenizer: Any) -> frozenset[int]:
+    """End-of-sequence ids that generation config, model config and tokenizer name, those of the vocabulary."""
     found: set[int] = set()
-    for owner in (getattr(hf, "generation_config", None), hf.config, tokenizer):
+    for owner in (generation, config, tokenizer):
         eos = getattr(owner, "eos_token_id", None)
         if eos is not None:
-            found.update(eos if isinstance(eos, (list, tuple)) else [eos])
-    size = len(tokenizer)
-    return frozenset(int(i) for i in found if 0 <= int(i) < size)
+            found.update(eos if isinstance(eos, list | tuple) else [eos])
+    return frozenset(int(i) for i in found if 0 <= int(i) < len(tokenizer))
