@@ -160,8 +160,9 @@ def _weight_files(config: TargetConfig, place: _Place, hf: Any) -> list[Path]:
 @contextmanager
 def _no_bars() -> Iterator[None]:
     """transformers draws a bar a second long for each load; progress is the caller's to show."""
-    from transformers.utils import logging
+    from transformers.utils import logging as untyped
 
+    logging: Any = untyped
     shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
