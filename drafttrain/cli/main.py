@@ -9,12 +9,13 @@ from collections.abc import Sequence
 from types import ModuleType
 
 from drafttrain import __version__
-from drafttrain.cli import eval, export, inspect, prompts, regenerate, train
+from drafttrain.cli import eval, export, inspect, plan, prompts, regenerate, train
 from drafttrain.errors import UserError
 
 # One module a command, in the order of the work. A module has `register(subparsers)`, which sets the parser's
 # default `run` to a function of the parsed arguments; it imports nothing heavy before that is called.
 COMMANDS: tuple[ModuleType, ...] = (
+    plan,
     prompts,
     regenerate,
     inspect,

@@ -1,0 +1,112 @@
+"""A plan as tables for the terminal, with every assumption spelt out."""
+
+from __future__ import annotations
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from drafttrain.training.plan.plan import Plan
+
+
+def plan_tables(plan: Plan) -> Group:
+    """Everything that a plan knows."""
+    parts: list[RenderableType] = [
+        _sizes(plan),
+        _flops(plan),
+        _memory(plan),
+        _verdict(plan),
+        _assumptions(plan),
+    ]
+    return Group(*parts)
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table(title=title, title_justify="left", title_style="bold")
+    for index, column in enumerate(columns):
+        table.add_column(column, justify="left" if index == 0 else "right")
+    return table
+
+
+def _sizes(plan: Plan) -> Table:
+    work = plan.work
+    table = _table(f"{plan.recipe.name} on {plan.hardware.name}", "what", "amount")
+    table.add_row("target parameters", f"{plan.target_parameters:,}")
+    table.add_row(f"draft parameters ({plan.recipe.drafter.family})", f"{plan.draft_parameters:,}")
+    table.add_row("of them trained", f"{plan.trained_parameters:,}")
+    table.add_row("training samples", f"{work.samples:,}")
+    table.add_row("tokens of an epoch", f"{work.tokens:,}")
+    table.add_row("optimiser steps", f"{work.steps:,} in {work.epochs:g} epochs")
+    table.add_row("features of a token", f"{plan.store_token_bytes:,} bytes in {plan.recipe.features.dtype}")
+    would = "feature store, if it were written (source: online)" if plan.online else "feature store"
+    table.add_row(would, size(plan.store_bytes))
+    table.add_row("hours of the target", f"{plan.target_hours:,.2f}")
+    table.add_row("hours of the draft", f"{plan.draft_hours:,.2f}")
+    return table
+
+
+def _flops(plan: Plan) -> Table:
+    flops, tokens = plan.flops, plan.work.tokens_per_sample
+    table = _table("MFLOPs a training token", "part", "forward", "backward")
+
+    def row(name: str, forward: float, backward: float | None) -> None:
+        table.add_row(
+            name, f"{forward / tokens / 1e6:,.2f}", "" if backward is None else f"{backward / tokens / 1e6:,.2f}"
+        )
+
+    row("target", flops.target.total, None)
+    if flops.first_time.total:
+        row("target's next tokens, first epoch only", flops.first_time.total, None)
+    for depth, (ahead, back) in enumerate(zip(flops.forward, flops.backward, strict=True)):
+        row(f"draft, depth {depth}", ahead.total, back.total)
+    row("draft", sum(f.total for f in flops.forward), sum(f.total for f in flops.backward))
+    return table
+
+
+def _memory(plan: Plan) -> Table:
+    table = _table("memory of one rank", "part", "size", "while", "")
+    for item in plan.memory:
+        table.add_row(item.name, size(item.nbytes), item.phase, "exact" if item.exact else "estimate")
+    table.add_section()
+    table.add_row("at the peak: training and measuring take turns", size(plan.memory_bytes))
+    table.add_row("reserved for libraries and fragmentation", size(plan.hardware.reserved), "", "assumed")
+    table.add_row("there is", size(plan.hardware.memory))
+    return table
+
+
+def _verdict(plan: Plan) -> Text:
+    if plan.fits:
+        return Text("It fits.", style="green")
+    needed = size(plan.memory_bytes + plan.hardware.reserved)
+    if plan.changes:
+        return Text(f"It does not fit: {needed} are needed. It would with: {' '.join(plan.changes)}", style="bold red")
+    largest = max(plan.memory, key=lambda item: item.nbytes)
+    return Text(
+        f"It does not fit, and no setting makes it fit: {needed} are needed, of which {size(largest.nbytes)} are the "
+        f"{largest.name}. Every rank holds the whole target and the whole draft: choose devices with more memory, "
+        "a smaller target, or a smaller draft.",
+        style="bold red",
+    )
+
+
+def _assumptions(plan: Plan) -> Text:
+    hardware, recipe = plan.hardware, plan.recipe
+    lines = [
+        *plan.work.notes,
+        f"the target runs at {hardware.target_use:.0%} of {hardware.peak(recipe.target.dtype) / 1e12:g} TFLOP/s "
+        f"({recipe.target.dtype}), the draft at {hardware.draft_use:.0%} of "
+        f"{hardware.peak(recipe.training.precision) / 1e12:g} ({recipe.training.precision}): assumed, not measured",
+        f"{hardware.ranks} ranks share the samples without loss; communication is not counted",
+        "hours leave out collecting prompts, answers, measuring acceptance, checkpoints and waiting for data",
+        "FLOPs count matrix products and causal attention within each document; all labels are sayable by the draft",
+    ]
+    return Text("Assumed:\n" + "\n".join(f"- {line}" for line in lines))
+
+
+def size(nbytes: float) -> str:
+    """Bytes for people, in binary units."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if nbytes < 1024:
+            return f"{nbytes:,.0f} {unit}" if unit == "B" else f"{nbytes:,.1f} {unit}"
+        nbytes /= 1024
+    return f"{nbytes:,.2f} TiB"

@@ -1,0 +1,280 @@
+"""Plans against what they predict: published parameter counts, counted operations, tensors kept for the backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from drafttrain.drafters.base import DraftBatch, Drafter
+from drafttrain.drafters.eagle.config import Eagle1Config, Eagle3Config
+from drafttrain.drafters.lm.config import DraftLMConfig
+from drafttrain.drafters.medusa.config import MedusaConfig
+from drafttrain.drafters.registry import DrafterConfig
+from drafttrain.errors import TargetError, UserError
+from drafttrain.losses.config import LossConfig
+from drafttrain.losses.objective import Objective
+from drafttrain.modeling.causal_lm import CausalLM
+from drafttrain.modeling.vocab_map import VocabMap
+from drafttrain.recipe.load import load_recipe
+from drafttrain.training.plan.flops import body_flops, step_flops
+from drafttrain.training.plan.hardware import parse_gpus, this_machine
+from drafttrain.training.plan.memory import activation_bytes, kept_elements, peak
+from drafttrain.training.plan.plan import make_plan, target_config
+from drafttrain.training.plan.workload import Workload, workload
+from drafttrain.training.step import TrainStep
+from tests.draft_support import new_draft, packed
+from tests.support import VOCAB, tiny_hf, tiny_target
+
+CONFIGS = Path(__file__).resolve().parents[2] / "fixtures" / "configs"
+LENGTH = 24
+DRAFTS: dict[str, DrafterConfig] = {
+    "eagle3": Eagle3Config(draft_vocab_size=30, depth=3),
+    "eagle3-norms": Eagle3Config(depth=2, fc_norm=True, num_layers=2),
+    "eagle1": Eagle1Config(depth=1),
+    "hass": Eagle1Config(depth=3),
+    "hass-attached": Eagle1Config(depth=2, detach=False),
+    "medusa": MedusaConfig(num_heads=2, num_layers=2),
+    "medusa-shared": MedusaConfig(num_heads=2, head="target"),
+    "draft_lm": DraftLMConfig(layers=(0, 3)),
+}
+
+
+def draft_of(name: str, target: CausalLM) -> Drafter:
+    small = VocabMap.from_ids(range(1, 60, 2), VOCAB) if name == "eagle3" else None
+    return new_draft(DRAFTS[name], target, vocab_map=small).train()
+
+
+def batch_of(target: CausalLM, draft: Drafter) -> DraftBatch:
+    """One document that fills its row; all but its first token are one answer."""
+    ids = torch.randint(3, VOCAB, (LENGTH,), generator=torch.Generator().manual_seed(0))
+    batch = packed(target, [[ids]], draft.feature_spec.taps, LENGTH)
+    batch.spans[:, 0] = 0
+    # The target says what the draft can say, so that no label is left out.
+    batch.top1 = torch.ones_like(batch.tokens)
+    return batch
+
+
+def products(counter: FlopCounterMode) -> float:
+    """Of matrices; attention goes through batched products or kernels that are not counted."""
+    counts = counter.get_flop_counts()["Global"]
+    return float(sum(value for op, value in counts.items() if str(op) in ("aten.mm", "aten.addmm")))
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("name", list(DRAFTS))
+def test_flops_of_a_training_step_are_those_that_are_counted(name: str, recompute: bool) -> None:
+    target = tiny_target(num_hidden_layers=8)
+    draft = draft_of(name, target)
+    draft.gradient_checkpointing = recompute
+    batch = batch_of(target, draft)
+    objective = Objective(LossConfig())
+    step = TrainStep(draft, objective, target.head(), draft.vocab_map, torch.float32)
+    counts = objective.counts(batch, draft.max_depth)
+    with FlopCounterMode(display=False) as counter:
+        loss = step(batch, counts).loss
+        loss.backward()
+    work = Workload(1, LENGTH, LENGTH - 1, 1.0, 1)
+    flops = step_flops(draft, target.hf, LossConfig(), work, recompute)
+    parts = [*flops.forward, *flops.backward]
+    expected = sum(part.linear + part.head for part in parts) + flops.target.head
+    assert [work.answer_tokens - 1 - k for k in range(draft.max_depth)] == counts.tolist()
+    assert products(counter) == pytest.approx(expected, rel=1e-9)
+
+
+@pytest.mark.parametrize("kind", ["llama", "llama-tied", "qwen3", "gemma", "phi"])
+def test_flops_of_the_target(kind: str) -> None:
+    """Products with weights exactly; attention half of what the full square takes."""
+    model = CausalLM(tiny_hf(kind)).eval()
+    ids = torch.randint(3, VOCAB, (1, LENGTH))
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH), torch.no_grad():
+        model(ids)
+    flops = body_flops(model.hf, LENGTH)
+    assert products(counter) == flops.linear
+    square = float(sum(v for op, v in counter.get_flop_counts()["Global"].items() if str(op) == "aten.bmm"))
+    # Rotary tables are a batched product, too; a small one.
+    assert square == pytest.approx(flops.attention * 2 * LENGTH / (LENGTH + 1), rel=0.02)
+
+
+def test_chosen_experts_alone_count() -> None:
+    import transformers
+
+    config = transformers.Qwen3MoeConfig(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=48,
+        moe_intermediate_size=16,
+        num_experts=8,
+        num_experts_per_tok=2,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+    )
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    layer = 32 * 8 * (4 + 2 * 2) + 32 * 32 + 32 * 8 + 2 * 3 * 32 * 16
+    assert body_flops(model, 10).linear == 2 * 2 * layer * 10
+
+
+@pytest.mark.parametrize("name", list(DRAFTS))
+@pytest.mark.parametrize("recompute", [False, True])
+def test_activations_are_of_the_size_that_the_backward_keeps(name: str, recompute: bool) -> None:
+    target = tiny_target(num_hidden_layers=8, hidden_size=64, intermediate_size=192)
+    draft = draft_of(name, target)
+    draft.gradient_checkpointing = recompute
+    batch = batch_of(target, draft)
+    weights = {p.untyped_storage().data_ptr() for p in draft.parameters()}
+    weights |= {value.untyped_storage().data_ptr() for value in batch.features.values()}
+    kept: dict[int, int] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        # What is packed from the weights once has no dimension of the slots.
+        if storage.data_ptr() not in weights and LENGTH in tensor.shape:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        outputs = draft.unroll(batch, draft.max_depth)
+    predicted = kept_elements(draft, recompute) * LENGTH * 4
+    assert len(outputs) == draft.max_depth
+    assert 0.5 < predicted / sum(kept.values()) < 2.0
+    assert activation_bytes(draft, LENGTH, 4, recompute) >= predicted
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [("llama-3.3-70b", 70_553_706_496), ("llama-3.1-8b", 8_030_261_248), ("qwen3-8b", 8_190_735_360)],
+)
+def test_parameters_of_published_models(name: str, parameters: int) -> None:
+    recipe = load_recipe("recipes/eagle_llama70b.yaml")
+    plan = make_plan(recipe, target_config(recipe, CONFIGS / name / "config.json"), parse_gpus("8xH100-80G"))
+    assert plan.target_parameters == parameters
+
+
+@pytest.fixture(scope="module")
+def llama70b() -> Callable[..., Any]:
+    text = target_config(load_recipe("recipes/eagle_llama70b.yaml"), CONFIGS / "llama-3.3-70b" / "config.json")
+
+    def plan(gpus: str, *overrides: str, nodes: int = 1, **sizes: int) -> Any:
+        return make_plan(load_recipe("recipes/eagle_llama70b.yaml", overrides), text, parse_gpus(gpus, nodes), **sizes)
+
+    return plan
+
+
+def test_the_store_of_a_70b_target(llama70b: Callable[..., Any]) -> None:
+    """A token of EAGLE-3 features at H 8192 is 64 KiB: 100k samples of 2,048 tokens are 13 TB."""
+    plan = llama70b("8xB200", samples=100_000, tokens=2048)
+    assert plan.store_token_bytes == 65536 + 8
+    assert plan.store_bytes == pytest.approx(13.4e12, rel=0.01)
+
+
+def test_memory_that_is_known_to_the_byte(llama70b: Callable[..., Any]) -> None:
+    plan = llama70b("8xH100-80G")
+    exact = {item.name: item.nbytes for item in plan.memory if item.exact}
+    assert exact["target weights"] == 2 * plan.target_parameters
+    assert exact["Adam moments, fp32"] == 2 * exact["gradients, fp32"] == 8 * plan.trained_parameters
+    assert exact["gradient buckets of DDP"] == exact["gradients, fp32"]
+    alone = llama70b("1xH100-80G")
+    assert "gradient buckets of DDP" not in {item.name for item in alone.memory}
+
+
+def test_training_and_measuring_take_turns(llama70b: Callable[..., Any]) -> None:
+    items = llama70b("8xB200").memory
+    sums = {phase: sum(i.nbytes for i in items if i.phase == phase) for phase in ("always", "training", "measuring")}
+    assert peak(items) == sums["always"] + max(sums["training"], sums["measuring"]) < sum(sums.values())
+
+
+def test_what_does_not_fit_says_what_would(llama70b: Callable[..., Any]) -> None:
+    hopeless = llama70b("8xH100-80G")
+    assert not hopeless.fits and hopeless.changes is None
+    recipe = load_recipe(
+        "recipes/eagle3_qwen3_8b.yaml", ["training.batch_rows=16", "training.gradient_checkpointing=false"]
+    )
+    text = target_config(recipe, CONFIGS / "qwen3-8b")
+    plan = make_plan(recipe, text, parse_gpus("8xA100-80G"))
+    assert not plan.fits and plan.changes
+    changed = load_recipe(
+        "recipes/eagle3_qwen3_8b.yaml",
+        ["training.batch_rows=16", "training.gradient_checkpointing=false", *" ".join(plan.changes).split()],
+    )
+    assert make_plan(changed, text, parse_gpus("8xA100-80G")).fits
+
+
+def test_hours_shrink_with_ranks_and_grow_with_epochs(llama70b: Callable[..., Any]) -> None:
+    one = llama70b("8xH200", samples=1000)
+    four = llama70b("8xH200", nodes=4, samples=1000)
+    assert one.draft_hours == pytest.approx(4 * four.draft_hours)
+    twice = llama70b("8xH200", "training.epochs=8", samples=1000)
+    assert twice.target_hours == pytest.approx(2 * one.target_hours, rel=0.02)
+    assert four.work.steps == pytest.approx(one.work.steps / 4, abs=4)
+
+
+def test_a_store_runs_the_target_once(llama70b: Callable[..., Any]) -> None:
+    online = llama70b("8xH200", samples=1000)
+    stored = llama70b("8xH200", "features.source=offline", samples=1000)
+    assert not stored.online and stored.target_hours < 0.3 * online.target_hours
+
+
+@pytest.mark.parametrize(
+    ("spec", "ranks", "gigabytes"), [("8xH100-80G", 8, 80), ("H200", 1, 141), ("4xa100-40gb", 4, 40), ("2xL40S", 2, 48)]
+)
+def test_gpus(spec: str, ranks: int, gigabytes: int) -> None:
+    hardware = parse_gpus(spec)
+    assert (hardware.ranks, hardware.memory) == (ranks, gigabytes * 2**30)
+    assert parse_gpus(spec, 3).ranks == 3 * ranks
+
+
+@pytest.mark.parametrize("spec", ["8xH999", "0xH100", "H100-", "8 GPUs", ""])
+def test_gpus_that_do_not_exist(spec: str) -> None:
+    with pytest.raises(UserError, match=r"no such hardware[\s\S]*H200"):
+        parse_gpus(spec)
+
+
+def test_this_machine_has_memory_and_speed() -> None:
+    hardware = this_machine()
+    assert hardware.ranks >= 1 and hardware.memory > 2**28 and hardware.peak("float32") > 1e9
+
+
+def test_the_size_of_data_is_counted_given_or_named_as_assumed(tmp_path: Path) -> None:
+    (tmp_path / "p.jsonl").write_text('{"prompt": "x"}\n\n' * 50)
+    overrides = [
+        f"data.prompts=[{{source: {tmp_path / 'p.jsonl'}}}, {{source: self, count: 30}}]",
+        "data.held_out=20",
+        "data.max_length=256",
+        "data.answers.max_new_tokens=128",
+        "training.row_length=256",
+        "training.batch_rows=4",
+        "training.max_steps=7",
+        "training.epochs=null",
+        "evaluation.prompts=2",
+    ]
+    recipe = load_recipe("recipes/quickstart.yaml", overrides)
+    work = workload(recipe, ranks=1)
+    assert (work.samples, work.tokens_per_sample, work.answer_tokens) == (60, 228, 128)
+    # One sample of 228 tokens in a row of 256, four rows a step.
+    assert work.steps == 7 and work.epochs == pytest.approx(7 / 15)
+    assert not any("unknown" in note for note in work.notes)
+    unknown = load_recipe("recipes/quickstart.yaml", ["data.prompts=[{source: someone/prompts}]"])
+    assert any("someone/prompts" in note and "--samples" in note for note in workload(unknown, 1).notes)
+    assert workload(unknown, 1, samples=10, tokens=64).tokens == 640
+
+
+def test_a_target_that_cannot_be_reached() -> None:
+    recipe = load_recipe("recipes/eagle_llama70b.yaml", ["target.model=nobody/nothing"])
+    with pytest.raises(TargetError, match=r"--target-config path/to/config\.json"):
+        target_config(recipe)
+    with pytest.raises(TargetError, match="no such file"):
+        target_config(recipe, "nowhere/config.json")
+
+
+def test_workloads_compare_by_what_is_seen() -> None:
+    work = Workload(10, 20, 5, 2.5, 3)
+    assert (work.tokens, work.seen, replace(work, epochs=1).seen) == (200, 25, 10)
