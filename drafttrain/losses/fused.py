@@ -24,6 +24,8 @@ from torch.autograd.function import once_differentiable
 from drafttrain.losses.terms import Distribution, Rows, Term
 from drafttrain.modeling.head import Head
 
+SLAB = 2**21  # elements of a head's gradient that are computed at a time
+
 
 def chunk_logits(device: torch.device) -> int:
     """Logits that may exist at a time: 32 MB in bf16 on a CPU, 128 MB elsewhere."""
@@ -31,8 +33,8 @@ def chunk_logits(device: torch.device) -> int:
 
 
 def block_logits(device: torch.device) -> int:
-    """Logits in one block of fp32 arithmetic: within a CPU's cache; elsewhere large, so that kernels are few."""
-    return 2**19 if device.type == "cpu" else 2**23
+    """Logits in one block of fp32 arithmetic: a CPU's cache should hold it; elsewhere kernels should be few."""
+    return 2**18 if device.type == "cpu" else 2**23
 
 
 @dataclass
@@ -80,25 +82,19 @@ class FusedLoss:
 
     def __post_init__(self) -> None:
         depths, device = len(self.counts), self.labels.device
-        self.sums = {
-            name: torch.zeros(depths, dtype=torch.float64, device=device) for name, _, _ in self.terms
-        }
+        self.sums = {name: torch.zeros(depths, dtype=torch.float64, device=device) for name, _, _ in self.terms}
         self.correct = torch.zeros(depths, dtype=torch.int64, device=device)
 
     def __call__(self, rows: Sequence[Tensor]) -> Tensor:
         """Rows [N_k, H] of each depth -> scalar loss, differentiable in the rows and the heads."""
-        parameters = [
-            parameter for group in self.groups for parameter in (group.head.weight, group.head.bias)
-        ]
+        parameters = [parameter for group in self.groups for parameter in (group.head.weight, group.head.bias)]
         loss: Tensor = _WithGradient.apply(self, *rows, *parameters)  # type: ignore[no-untyped-call]
         return loss
 
     def run(self, rows: Sequence[Tensor], wanted: Sequence[bool]) -> tuple[Tensor, list[Tensor | None]]:
         """The loss, and the gradients of the rows and of each group's weight and bias where `wanted`."""
         depths = len(rows)
-        parameters = [
-            parameter for group in self.groups for parameter in (group.head.weight, group.head.bias)
-        ]
+        parameters = [parameter for group in self.groups for parameter in (group.head.weight, group.head.bias)]
         grads: list[Tensor | None] = [None] * (depths + len(parameters))
         for slot, x in enumerate([*rows, *parameters]):
             if wanted[slot] and x is not None:  # parameters' gradients add up over chunks, in fp32 at least
@@ -116,10 +112,7 @@ class FusedLoss:
                     continue
                 sizes = [len(part) for part in taken]
                 scale = torch.cat(
-                    [
-                        logits.new_full((n, 1), self.scales[k])
-                        for k, n in zip(group.depths, sizes, strict=True)
-                    ]
+                    [logits.new_full((n, 1), self.scales[k]) for k, n in zip(group.depths, sizes, strict=True)]
                 )
                 _backward(
                     logits, x, scale, group.compute.weight,
@@ -228,7 +221,11 @@ def _backward(
                 out.copy_(grad_x[done : done + len(out)])
                 done += len(out)
     if grad_weight is not None:
-        grad_weight.add_(grad_logits.t() @ (x * scale))
+        # A product in x's dtype is added to the fp32 sum: by slabs of the vocabulary, or it would be held whole twice.
+        scaled = x * scale
+        slab = max(1, SLAB // x.shape[1])
+        for part, columns in zip(grad_weight.split(slab), grad_logits.split(slab, dim=1), strict=True):
+            part.add_(columns.t() @ scaled)
     if grad_bias is not None:
         grad_bias.add_((scale.t() @ grad_logits)[0])
 

@@ -69,9 +69,7 @@ class Objective:
     def __init__(self, config: LossConfig) -> None:
         self.config = config
         vocabulary = [term for term in config.terms if not isinstance(term, FeatureTerm)]
-        self.terms: list[tuple[str, float, Term]] = [
-            (term.name, term.weight, build_term(term)) for term in vocabulary
-        ]
+        self.terms: list[tuple[str, float, Term]] = [(term.name, term.weight, build_term(term)) for term in vocabulary]
         self.feature_terms = [term for term in config.terms if isinstance(term, FeatureTerm)]
         self.reads_target = any(reads_target(term) for term in vocabulary)
         self.reads_mass = any(reads_mass(term) for term in vocabulary)
@@ -151,9 +149,7 @@ class Objective:
                 read["hidden"] = output.hidden
             for name, tensor in read.items():
                 if torch.is_grad_enabled() and not tensor.requires_grad:
-                    raise ValueError(
-                        f"the {name} of depth {depth} was detached: its loss would train nothing"
-                    )
+                    raise ValueError(f"the {name} of depth {depth} was detached: its loss would train nothing")
 
     def _feature_loss(
         self, outputs: Sequence[DepthOutput], batch: DraftBatch, labels: _Labels, scales: list[float]
