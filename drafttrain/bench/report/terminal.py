@@ -9,6 +9,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from drafttrain.bench.bootstrap import Interval
 from drafttrain.bench.report import text
 from drafttrain.bench.result import BASELINE, DraftResult, EvalResult, Setting
 
@@ -30,14 +31,19 @@ def _table(result: EvalResult, setting: Setting) -> Table:
         title_justify="left",
         title_style="bold",
         caption="tau: tokens a round. alpha: acceptance by depth. speed-up: decode tokens/s over no draft. "
-        "of max: of what an engine without overhead would reach. [95 % interval over prompts]",
+        "of max: of what an engine without overhead would reach. Ranges: 95 % intervals over prompts.",
         caption_justify="left",
         box=box.SIMPLE_HEAD,
         padding=(0, 1, 0, 0),
     )
     for name in _COLUMNS:
-        # Narrow terminals fold cells rather than hide figures.
-        table.add_column(name, overflow="fold")
+        # A narrow terminal folds long names and the list of depths, and hides no figure.
+        if name == "draft":
+            table.add_column(name, overflow="fold", min_width=8)
+        elif name == "alpha by depth":
+            table.add_column("alpha\nby depth", min_width=9)
+        else:
+            table.add_column(name, no_wrap=True)
     for entry in entries:
         table.add_row(*_cells(entry), style="dim" if entry.draft == BASELINE else "")
     return table
@@ -46,17 +52,17 @@ def _table(result: EvalResult, setting: Setting) -> Table:
 def _cells(entry: DraftResult) -> Iterator[str]:
     acceptance, speed = entry.acceptance, entry.speed
     yield text.label(entry)
-    yield _stacked(text.number(acceptance.tau), text.interval(acceptance.tau_ci))
+    yield _stacked(text.number(acceptance.tau), acceptance.tau_ci)
     yield text.percent(acceptance.acceptance_rate)
     yield " ".join(text.number(value) for value in acceptance.alpha) or text.MISSING
     yield text.number(text.tokens_per_second(entry), 1)
     if entry.draft == BASELINE:
         yield "1.00x"
     else:
-        yield _stacked(text.speedup(speed), text.interval(speed.speedup_ci) if speed else "")
+        yield _stacked(text.speedup(speed), speed.speedup_ci if speed else None)
     yield text.percent(speed.of_ceiling if speed else None, 0)
     yield text.percent(entry.exact.rate if entry.exact else None)
 
 
-def _stacked(figure: str, interval: str) -> str:
-    return f"{figure}\n{interval}" if interval else figure
+def _stacked(figure: str, ends: Interval | None) -> str:
+    return f"{figure}\n{ends[0]:.2f}–{ends[1]:.2f}" if ends else figure
