@@ -15,7 +15,8 @@ class EagleConfig(Config):
     Attributes:
         depth: unrolled steps in training. EAGLE-3's training-time test uses 7; EAGLE-1 above 1 is HASS.
         intermediate_size, num_heads, num_kv_heads: default: the target's.
-        init_layer: "random", or "target:<i>" to start from the target's block i (its sizes must fit).
+        init_layer: "random", "target:last", or "target:<i>" to start from the target's block i (its sizes must
+            fit).
         warm_start: folder of a trained draft to start from.
     """
 
@@ -30,14 +31,16 @@ class EagleConfig(Config):
     @classmethod
     def _known_source(cls, value: str) -> str:
         kind, _, index = value.partition(":")
-        if value != "random" and not (kind == "target" and index.isdigit()):
-            raise ValueError(f"{value!r}: use 'random' or 'target:<block>'")
+        if value != "random" and not (kind == "target" and (index.isdigit() or index == "last")):
+            raise ValueError(f"{value!r}: use 'random', 'target:last' or 'target:<block>'")
         return value
 
-    @property
-    def init_block(self) -> int | None:
-        """The target's block that the layer starts from, or None."""
-        return None if self.init_layer == "random" else int(self.init_layer.partition(":")[2])
+    def init_block(self, n_layers: int) -> int | None:
+        """The block that the layer starts from, of a target with `n_layers` of them, or None."""
+        if self.init_layer == "random":
+            return None
+        index = self.init_layer.partition(":")[2]
+        return n_layers - 1 if index == "last" else int(index)
 
 
 class Eagle3Config(EagleConfig):

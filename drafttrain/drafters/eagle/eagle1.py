@@ -73,8 +73,9 @@ class Eagle1Drafter(EagleDrafter[Eagle1Weights]):
 
     def init_from_target(self, target: CausalLM) -> None:
         """The layer, where the config says so."""
-        if self.config.init_block is not None:
-            layer_from_block(self._layer(), target, self.config.init_block)
+        block = self.config.init_block(target.n_layers)
+        if block is not None:
+            layer_from_block(self._layer(), target, block)
 
     def _layer(self) -> EagleLayer:
         layer = self.layers[0]

@@ -108,8 +108,9 @@ class Eagle3Drafter(EagleDrafter[Eagle3Weights]):
         """Head rows and final norm, the layer and fc, each as the config says."""
         if self.config.init_head == "target":
             self._init_head(target)
-        if self.config.init_block is not None:
-            layer_from_block(self.midlayer, target, self.config.init_block)
+        block = self.config.init_block(target.n_layers)
+        if block is not None:
+            layer_from_block(self.midlayer, target, block)
         if self.config.init_fc == "last":
             if self.arch.hidden_size != self.arch.target_hidden_size:
                 raise ValueError("init_fc 'last' needs a draft as wide as the target")

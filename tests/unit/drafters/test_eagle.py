@@ -317,11 +317,12 @@ def test_factor_of_a_norm_whatever_its_class_stores() -> None:
     )
 
 
-def test_layer_from_a_block_of_the_target() -> None:
+@pytest.mark.parametrize(("source", "index"), [("target:4", 4), ("target:last", 5)])
+def test_layer_from_a_block_of_the_target(source: str, index: int) -> None:
     target = plain_target()
-    draft = build_drafter(Eagle3Config(init_layer="target:4"), target.config)
+    draft = build_drafter(Eagle3Config(init_layer=source), target.config)
     init_from_target(draft, target)
-    weights, block = draft.state_dict(), target.layers[4].state_dict()
+    weights, block = draft.state_dict(), target.layers[index].state_dict()
     assert torch.equal(weights["midlayer.self_attn.q_proj.weight"][:, 32:], block["self_attn.q_proj.weight"])
     assert torch.equal(weights["midlayer.mlp.down_proj.weight"], block["mlp.down_proj.weight"])
     with pytest.raises(ValueError, match=r"blocks 0\.\.5, not 6"):
