@@ -40,7 +40,7 @@ class ProgressLine:
         if record["kind"] == "train":
             text = describe(record, self.total_steps)
             if self._progress is None:
-                self.console.print(f"step {record['step']}/{self.total_steps}  {text}", highlight=False)
+                self.console.print(f"step {record['step']}/{self.total_steps}  {text}", highlight=False, soft_wrap=True)
             else:
                 self._progress.update(self._task, completed=record["step"], text=text)
         elif record["kind"] == "eval":
@@ -49,6 +49,7 @@ class ProgressLine:
                 f"step {record['step']}  acceptance length {record['tau']:.3f} at k={record['k']}"
                 f" (by depth {alpha}){'  best so far' if record['best'] else ''}",
                 highlight=False,
+                soft_wrap=True,
             )
 
     def close(self) -> None:
@@ -83,7 +84,7 @@ class ConsoleReporter:
     def say(self, message: str) -> None:
         """A line."""
         if not self.quiet:
-            self.console.print(message, highlight=False)
+            self.console.print(message, highlight=False, soft_wrap=True)
 
     def progress(self, task: str, done: int, total: int) -> None:
         """`done` of `total` units of a task."""
