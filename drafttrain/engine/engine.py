@@ -47,6 +47,8 @@ class Engine:
         if proposer is not None and k < 1:
             raise EngineError(f"k is {k}", remedy="a draft proposes at least one token a round")
         self.target, self.proposer = target, proposer
+        if not any(parameter.requires_grad for parameter in target.parameters()):
+            target.prepare_for_inference()
         self.k = k if proposer is not None else 0
         self.max_batch = max_batch
         context = int(getattr(target.config, "max_position_embeddings", 0) or max_length)

@@ -15,6 +15,7 @@ from drafttrain.modeling.attention import ATTENTION_NAME, register
 from drafttrain.modeling.head import Head
 from drafttrain.modeling.kv_cache import StaticKVCache
 from drafttrain.modeling.taps import Tap
+from drafttrain.ops.packed_linear import pack_linears
 
 
 @dataclass
@@ -48,6 +49,8 @@ class CausalLM(nn.Module):
         self.hidden_size: int = self.config.hidden_size
         self._cache_argument = _cache_argument(self.body)
         self._windows = _layer_windows(self.config)
+        self._prepared_head: Head | None = None
+        self._prepared_version = -1
         self._captured: dict[Tap, Tensor] = {}
         self._wanted: frozenset[Tap] = frozenset()
         self._install_taps()
@@ -79,6 +82,8 @@ class CausalLM(nn.Module):
 
     def head(self) -> Head:
         """The output head with the architecture's scalings."""
+        if self._prepared_head is not None:
+            return self._prepared_head
         module = self._head_module()
         weight = self.embedding_weight if module is None else module.weight
         scale = getattr(self.config, "logit_scale", None)  # Cohere multiplies
@@ -91,6 +96,15 @@ class CausalLM(nn.Module):
             getattr(self.config, "final_logit_softcapping", None),
             scale,
         )
+
+    def prepare_for_inference(self) -> None:
+        """Lay weights out for decoding where the device gains by it (a copy of them); again if they changed since."""
+        version = sum(parameter._version for parameter in self.parameters())
+        if version != self._prepared_version:
+            pack_linears(self.body)
+            self._prepared_head = None
+            self._prepared_head = self.head().prepared()
+            self._prepared_version = version
 
     def lm_head(self, features: Tensor) -> Tensor:
         """final features [..., H] -> logits [..., V]."""

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+
+from drafttrain.ops.packed_linear import PackedWeight, linear, pack
 
 
 @dataclass(frozen=True)
@@ -18,17 +19,25 @@ class Head:
         bias: [V] or None.
         softcap: c in c * tanh(logits / c) (Gemma 2), or None.
         scale: factor on the logits (Cohere, Granite).
+        packed: the weight laid out for few rows, of `prepared`.
     """
 
     weight: Tensor
     bias: Tensor | None = None
     softcap: float | None = None
     scale: float = 1.0
+    packed: PackedWeight | None = None
 
     def __call__(self, features: Tensor) -> Tensor:
         """features [..., H] -> logits [..., V] in the features' dtype."""
-        logits = F.linear(features, self.weight.to(features.dtype), self.cast_bias(features.dtype))
-        return self.finish(logits)
+        packed = self.packed
+        serving = packed is not None and packed.dtype == features.dtype and not torch.is_grad_enabled()
+        weight = packed if packed is not None and serving else self.weight.to(features.dtype)
+        return self.finish(linear(features, weight, self.cast_bias(features.dtype)))
+
+    def prepared(self) -> Head:
+        """The same head, quick for few rows where the device allows it. For weights that no longer change."""
+        return self if self.packed is not None else replace(self, packed=pack(self.weight))
 
     def cast_bias(self, dtype: torch.dtype) -> Tensor | None:
         """The bias in `dtype`, or None."""

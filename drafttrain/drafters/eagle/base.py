@@ -16,6 +16,7 @@ from drafttrain.drafters.unroll_cache import UnrollCache
 from drafttrain.modeling.blocks import Rotary, compute_dtype
 from drafttrain.modeling.head import Head
 from drafttrain.modeling.kv_cache import StaticKVCache
+from drafttrain.ops.packed_linear import pack_tree
 
 W = TypeVar("W")
 
@@ -76,7 +77,7 @@ class EagleDrafter(Drafter, Generic[W]):
         """Keep packed weights between steps, until `train()`. Call again after weights change."""
         self.eval()
         with torch.no_grad():
-            self._packed = self.pack(next(self.parameters()).dtype)
+            self._packed = pack_tree(self.pack(next(self.parameters()).dtype))
 
     def train(self, mode: bool = True) -> EagleDrafter[W]:
         """Switch the mode; training drops packed weights."""

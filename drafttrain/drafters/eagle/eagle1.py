@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from drafttrain.drafters.arch import DraftArch
@@ -18,13 +17,14 @@ from drafttrain.modeling.causal_lm import CausalLM
 from drafttrain.modeling.head import Head
 from drafttrain.modeling.taps import FeatureSpec, Tap
 from drafttrain.modeling.vocab_map import VocabMap
+from drafttrain.ops.packed_linear import Matrix, linear
 
 
 class Eagle1Weights(NamedTuple):
     """Packed weights in the compute dtype; fc in its halves for the embedding and for the feature."""
 
-    fc_embedding: Tensor
-    fc_feature: Tensor
+    fc_embedding: Matrix
+    fc_feature: Matrix
     layer: LayerWeights
 
 
@@ -93,7 +93,7 @@ class Eagle1Drafter(EagleDrafter[Eagle1Weights]):
 
     def read_tokens(self, weights: Eagle1Weights, tokens: Tensor, dtype: torch.dtype) -> Tensor | None:
         """The embedding's half of fc."""
-        return F.linear(self.embed(tokens, dtype), weights.fc_embedding)
+        return linear(self.embed(tokens, dtype), weights.fc_embedding)
 
     def read_features(self, weights: Eagle1Weights, features: Tensor) -> Tensor:
         """The state of this family is the feature itself, at every depth."""
@@ -110,7 +110,7 @@ class Eagle1Drafter(EagleDrafter[Eagle1Weights]):
         """fc and the layer; the result is the predicted feature f_{t+1}, which the head reads, too."""
         cos, sin = self.rotary(positions, state.dtype)
         recompute = self.gradient_checkpointing and torch.is_grad_enabled()
-        fused = F.linear(state, weights.fc_feature)
+        fused = linear(state, weights.fc_feature)
         if from_tokens is not None:
             fused = fused + from_tokens
         predicted = self._layer().run(weights.layer, 0, fused, None, cos, sin, cache, recompute)

@@ -6,7 +6,6 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from drafttrain.drafters.arch import DraftArch
@@ -20,12 +19,13 @@ from drafttrain.modeling.causal_lm import CausalLM
 from drafttrain.modeling.head import Head
 from drafttrain.modeling.taps import FeatureSpec
 from drafttrain.modeling.vocab_map import VocabMap
+from drafttrain.ops.packed_linear import Matrix, linear
 
 
 class Eagle3Weights(NamedTuple):
     """Packed weights in the compute dtype."""
 
-    fc: Tensor
+    fc: Matrix
     fc_norms: tuple[Tensor, ...]
     layers: tuple[LayerWeights, ...]
     norm: Tensor
@@ -168,7 +168,7 @@ class Eagle3Drafter(EagleDrafter[Eagle3Weights]):
             parts = features.chunk(len(weights.fc_norms), dim=-1)
             normed = [rms_norm(part, norm, eps) for part, norm in zip(parts, weights.fc_norms, strict=True)]
             features = torch.cat(normed, dim=-1)
-        return F.linear(features, weights.fc)
+        return linear(features, weights.fc)
 
     def advance(
         self,

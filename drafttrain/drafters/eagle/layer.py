@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from drafttrain.drafters.arch import DraftArch
 from drafttrain.drafters.base import DraftCache
 from drafttrain.modeling.blocks import GatedMLP, RMSNorm, SelfAttention, rms_norm
+from drafttrain.ops.packed_linear import Matrix, linear
 
 
 class LayerWeights(NamedTuple):
@@ -25,11 +26,11 @@ class LayerWeights(NamedTuple):
     qkv: [(Hq + 2 Hkv) * D, H] on the state; qkv_embedding: the same on the embedding, or None.
     """
 
-    qkv: Tensor
-    qkv_embedding: Tensor | None
-    o: Tensor
-    gate_up: Tensor
-    down: Tensor
+    qkv: Matrix
+    qkv_embedding: Matrix | None
+    o: Matrix
+    gate_up: Matrix
+    down: Matrix
     state_norm: Tensor | None
     embedding_norm: Tensor | None
     post_norm: Tensor
@@ -95,7 +96,7 @@ class EagleLayer(nn.Module):
         """The part of q, k, v that comes from the embedding [B, T, Ht] -> [B, T, (Hq + 2 Hkv) * D]."""
         if weights.qkv_embedding is None or weights.embedding_norm is None:
             return None
-        return F.linear(rms_norm(embedding, weights.embedding_norm, self.eps), weights.qkv_embedding)
+        return linear(rms_norm(embedding, weights.embedding_norm, self.eps), weights.qkv_embedding)
 
     def run(
         self,
@@ -131,12 +132,12 @@ class EagleLayer(nn.Module):
         self, weights: LayerWeights, state: Tensor, from_embedding: Tensor | None, cos: Tensor, sin: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         normed = state if weights.state_norm is None else rms_norm(state, weights.state_norm, self.eps)
-        qkv = F.linear(normed, weights.qkv)
+        qkv = linear(normed, weights.qkv)
         if from_embedding is not None:
             qkv = qkv + from_embedding
         return (normed if self.norm_before_residual else state, *self.self_attn.split(qkv, cos, sin))
 
     def _after(self, weights: LayerWeights, residual: Tensor, attended: Tensor) -> Tensor:
-        state = residual + F.linear(attended.transpose(1, 2).flatten(2), weights.o)
-        gate, up = F.linear(rms_norm(state, weights.post_norm, self.eps), weights.gate_up).chunk(2, dim=-1)
-        return state + F.linear(F.silu(gate) * up, weights.down)
+        state = residual + linear(attended.transpose(1, 2).flatten(2), weights.o)
+        gate, up = linear(rms_norm(state, weights.post_norm, self.eps), weights.gate_up).chunk(2, dim=-1)
+        return state + linear(F.silu(gate) * up, weights.down)

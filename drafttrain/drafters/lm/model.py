@@ -110,6 +110,11 @@ class DraftLM(Drafter):
         output: CausalLMOutput = self.lm(tokens, positions, cache)
         return output.final
 
+    def prepare_for_inference(self) -> None:
+        """Lay the weights out for decoding; they must not change any more."""
+        self.eval()
+        self.lm.prepare_for_inference()
+
     def step(self, inputs: DraftInputs, cache: DraftCache) -> DraftOutput:
         """Tokens [B, T] at their positions; `cache` is a `StaticKVCache` after `begin`."""
         assert isinstance(cache, StaticKVCache)

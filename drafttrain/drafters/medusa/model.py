@@ -16,6 +16,7 @@ from drafttrain.modeling.causal_lm import CausalLM
 from drafttrain.modeling.head import Head
 from drafttrain.modeling.taps import FeatureSpec, Tap
 from drafttrain.modeling.vocab_map import VocabMap
+from drafttrain.ops.packed_linear import pack_linears
 
 
 class ResidualBlocks(nn.Module):
@@ -106,6 +107,11 @@ class MedusaDrafter(Drafter):
             assert isinstance(weight, Tensor)
             return Head(weight)
         return self.target_head
+
+    def prepare_for_inference(self) -> None:
+        """Eval mode, and the blocks' weights laid out for few rows. Call again after weights change."""
+        self.eval()
+        pack_linears(self.blocks)
 
     def step(self, inputs: DraftInputs, cache: DraftCache) -> DraftOutput:
         """Head `inputs.depth` on the target's features [B, T, H]; the cache is not used."""

@@ -20,10 +20,10 @@ class DraftLMProposer(Proposer):
     """Keeps, a row, the draft's cache of the tokens it has read. After a fully accepted round it lacks the last one."""
 
     def __init__(self, drafter: DraftLM, name: str | None = None) -> None:
-        drafter.eval()
+        drafter.prepare_for_inference()
         self.drafter = drafter
         self.name = name or drafter.family
-        self._head = drafter.head(0)
+        self._head = drafter.head(0).prepared()
 
     def reserve(self, rows: int, length: int) -> None:
         """Allocate for `rows` rows of up to `length` tokens."""

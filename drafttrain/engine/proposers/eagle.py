@@ -29,7 +29,7 @@ class EagleProposer(Proposer):
         self.drafter = drafter
         self.name = name or drafter.family
         self.feature_spec = drafter.feature_spec
-        self._head = drafter.head(0)
+        self._head = drafter.head(0).prepared()
 
     def reserve(self, rows: int, length: int) -> None:
         """Allocate for `rows` rows of up to `length` tokens."""

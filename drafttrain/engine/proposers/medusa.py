@@ -12,6 +12,7 @@ from drafttrain.engine.proposers.base import Proposer, Row
 from drafttrain.engine.proposers.choose import Chooser
 from drafttrain.engine.verify import Proposal
 from drafttrain.errors import EngineError
+from drafttrain.modeling.head import Head
 from drafttrain.modeling.taps import Tap
 
 
@@ -19,8 +20,9 @@ class MedusaProposer(Proposer):
     """Keeps, a row, the target's final state at the token before the root; head i reads it for the i-th draft."""
 
     def __init__(self, drafter: MedusaDrafter, name: str | None = None) -> None:
-        drafter.eval()
+        drafter.prepare_for_inference()
         self.drafter = drafter
+        self._heads = _prepared(drafter)
         self.name = name or drafter.family
         self.feature_spec = drafter.feature_spec
 
@@ -53,7 +55,7 @@ class MedusaProposer(Proposer):
         chooser = Chooser(rows, self.drafter.vocab_map)
         for depth in range(k):
             readout = self.drafter.blocks[depth](self._state[: len(rows)])
-            chooser.pick(self.drafter.head(depth)(readout))
+            chooser.pick(self._heads[depth](readout))
         return chooser.proposal()
 
     def move_row(self, source: int, destination: int) -> None:
@@ -63,3 +65,14 @@ class MedusaProposer(Proposer):
     def memory_bytes(self) -> int:
         """Weights, in bytes."""
         return sum(p.numel() * p.element_size() for p in self.drafter.parameters())
+
+
+def _prepared(drafter: MedusaDrafter) -> list[Head]:
+    """The head of each depth; depths that share the target's share one packed copy of it."""
+    prepared: dict[int, Head] = {}
+    heads = [drafter.head(depth) for depth in range(drafter.max_depth)]
+    for head in heads:
+        place = head.weight.data_ptr()
+        if place not in prepared:
+            prepared[place] = head.prepared()
+    return [prepared[head.weight.data_ptr()] for head in heads]
