@@ -29,9 +29,7 @@ def tiny_target(seed: int = 0, dtype: torch.dtype = torch.float32, vocab: int = 
     return target
 
 
-def samples(
-    count: int, seed: int = 0, shortest: int = 6, longest: int = 20, vocab: int = VOCAB
-) -> list[Sample]:
+def samples(count: int, seed: int = 0, shortest: int = 6, longest: int = 20, vocab: int = VOCAB) -> list[Sample]:
     """Random documents with one assistant span each, of at least four tokens."""
     rng = np.random.default_rng(seed)
     made = []

@@ -184,16 +184,12 @@ def prepare_features(
     if config.source == "online":
         # Over the whole vocabulary the loss finds the target's own token by itself.
         want_top1 = not drafter.vocab_map.is_full
-        return OnlineFeatures(
-            target, drafter.feature_spec, batch_tokens=config.batch_tokens, want_top1=want_top1
-        )
+        return OnlineFeatures(target, drafter.feature_spec, batch_tokens=config.batch_tokens, want_top1=want_top1)
     path = store_path(recipe)
     identity = store_identity(recipe, target, chat, drafter)
     size = sum(len(sample.ids) for sample in samples) * identity.bytes_per_token
     report.say(f"features: store {path}, {size / 2**30:.2f} GiB for taps {', '.join(identity.taps)}")
-    build_store(
-        path, identity, target, samples, config, lambda done, total: report.progress("features", done, total)
-    )
+    build_store(path, identity, target, samples, config, lambda done, total: report.progress("features", done, total))
     return open_store(path, identity, samples, config.verify)
 
 
@@ -202,9 +198,7 @@ def store_path(recipe: Recipe) -> Path:
     return Path(recipe.features.path) if recipe.features.path else Path(recipe.run_folder) / "features"
 
 
-def store_identity(
-    recipe: Recipe, target: TargetModel, chat: ChatRenderer, drafter: Drafter
-) -> StoreIdentity:
+def store_identity(recipe: Recipe, target: TargetModel, chat: ChatRenderer, drafter: Drafter) -> StoreIdentity:
     """What the recipe's features depend on."""
     identity = target.identity
     return StoreIdentity(
