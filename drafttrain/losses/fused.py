@@ -34,7 +34,7 @@ def chunk_logits(device: torch.device) -> int:
 
 def block_logits(device: torch.device) -> int:
     """Logits in one block of fp32 arithmetic: a CPU's cache should hold it; elsewhere kernels should be few."""
-    return 2**18 if device.type == "cpu" else 2**23
+    return 2**19 if device.type == "cpu" else 2**23
 
 
 @dataclass
