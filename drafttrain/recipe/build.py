@@ -89,6 +89,9 @@ def build_run(recipe: Recipe, report: Reporter) -> RunParts:
     """
     report.say(f"loading the target {recipe.target.model} ({recipe.target.dtype})")
     target = load_target(recipe.target)
+    # The engine would do it at its first use; before that, the target rounds otherwise, and a run that resumes
+    # after its answers or a measurement would not see the features of an unbroken one.
+    target.prepare_for_inference()
     chat = ChatRenderer(target.tokenizer, recipe.data.template_kwargs, target.stop_ids)
     corpus, held_out = prepare_corpus(recipe, target, chat, report)
     drafter, coverage = prepare_drafter(recipe, target, chat, corpus.samples)

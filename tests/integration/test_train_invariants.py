@@ -128,6 +128,15 @@ def test_a_draft_learns(tmp_path: Path, family: str) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+def test_every_trainable_parameter_gets_a_gradient(tmp_path: Path, family: str) -> None:
+    # DDP waits for the gradient of each; one that is never used would stop several ranks.
+    trainer = make(tmp_path, family, max_steps=1)
+    seen = watch_gradients(trainer)
+    run(trainer)
+    assert seen[0].keys() == {name for name, p in trainer.drafter.named_parameters() if p.requires_grad}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
 def test_accumulation_changes_nothing(tmp_path: Path, family: str) -> None:
     # Samples of different lengths: a mean per micro-batch would weigh their labels differently.
     whole = make(tmp_path / "a", family, batch_rows=4, accumulation=1)
