@@ -54,7 +54,5 @@ def ttt_attention(
     q, ks, vs = q.to(dtype), [k.to(dtype) for k in ks], [v.to(dtype) for v in vs]
 
     if impl == "flash" or (impl == "auto" and supported(q)):
-        return flash(
-            q, ks, vs, SegmentLayout.of(segments) if isinstance(segments, Tensor) else segments, scale
-        )
+        return flash(q, ks, vs, SegmentLayout.of(segments) if isinstance(segments, Tensor) else segments, scale)
     return reference(q, ks, vs, segments.segments if isinstance(segments, SegmentLayout) else segments, scale)

@@ -192,9 +192,7 @@ def supported(q: Tensor) -> bool:
     return False
 
 
-def flash(
-    q: Tensor, ks: Sequence[Tensor], vs: Sequence[Tensor], layout: SegmentLayout | None, scale: float
-) -> Tensor:
+def flash(q: Tensor, ks: Sequence[Tensor], vs: Sequence[Tensor], layout: SegmentLayout | None, scale: float) -> Tensor:
     """q [B, Hq, T, D], ks and vs [B, Hkv, T, D] each -> [B, Hq, T, D] in q's dtype; memory linear in T.
 
     Raises:

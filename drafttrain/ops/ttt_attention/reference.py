@@ -15,9 +15,7 @@ import torch
 from torch import Tensor
 
 
-def reference(
-    q: Tensor, ks: Sequence[Tensor], vs: Sequence[Tensor], segments: Tensor | None, scale: float
-) -> Tensor:
+def reference(q: Tensor, ks: Sequence[Tensor], vs: Sequence[Tensor], segments: Tensor | None, scale: float) -> Tensor:
     """q [B, Hq, T, D], ks and vs [B, Hkv, T, D] each, segments [B, T] or None -> [B, Hq, T, D].
 
     Materialises [B, Hq, T, T + K] scores; the softmax runs in fp32 at least.

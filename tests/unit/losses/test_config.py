@@ -9,9 +9,7 @@ from drafttrain.losses.config import LossConfig
 
 
 def test_terms_from_a_recipe() -> None:
-    config = LossConfig.model_validate(
-        {"terms": [{"name": "smooth_l1"}, {"name": "lk", "weight": 0.1, "eta": 2.0}]}
-    )
+    config = LossConfig.model_validate({"terms": [{"name": "smooth_l1"}, {"name": "lk", "weight": 0.1, "eta": 2.0}]})
     assert [(t.name, t.weight) for t in config.terms] == [("smooth_l1", 1.0), ("lk", 0.1)]
     assert LossConfig.model_validate(config.model_dump()) == config
 

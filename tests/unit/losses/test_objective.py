@@ -197,11 +197,7 @@ def test_labels_outside_the_draft_vocabulary_are_misses_without_loss() -> None:
     outside = (~case.map.t2d).nonzero()[0]
     case.batch = replace(case.batch, top1=torch.full_like(case.batch.tokens, int(outside)))
     out = case.run(terms({"name": "soft_ce"}))
-    assert (
-        float(out.loss.detach()) == 0.0
-        and out.correct.tolist() == [0, 0, 0]
-        and out.total.tolist() == [11, 8, 5]
-    )
+    assert float(out.loss.detach()) == 0.0 and out.correct.tolist() == [0, 0, 0] and out.total.tolist() == [11, 8, 5]
     assert all(not g.any() for g in torch.autograd.grad(out.loss, case.leaves))
 
 

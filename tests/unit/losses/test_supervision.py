@@ -44,9 +44,7 @@ def test_document_that_opens_with_a_span_has_no_feature_to_start_from() -> None:
 @st.composite
 def rows(draw: st.DrawFn) -> list[int]:
     out, number = [], 0
-    for length, assistant in draw(
-        st.lists(st.tuples(st.integers(1, 6), st.booleans()), min_size=1, max_size=6)
-    ):
+    for length, assistant in draw(st.lists(st.tuples(st.integers(1, 6), st.booleans()), min_size=1, max_size=6)):
         number += assistant
         out += [number if assistant else 0] * length
     return out

@@ -40,9 +40,7 @@ def top_k(p: Tensor, q: Tensor, k: int) -> Tensor:
 
 
 def hard(q: Tensor, y: Tensor) -> Tensor:
-    return torch.stack(
-        [-q[n, label].log() if label >= 0 else q.new_zeros(()) for n, label in enumerate(y.tolist())]
-    )
+    return torch.stack([-q[n, label].log() if label >= 0 else q.new_zeros(()) for n, label in enumerate(y.tolist())])
 
 
 # p is renormalised over the draft vocabulary, f = mass * p is not.

@@ -14,16 +14,12 @@ SHAPES = [(1, 1, 1, 1, 8), (2, 4, 4, 33, 16), (2, 6, 2, 70, 8), (3, 9, 3, 40, 64
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 2e-5, torch.bfloat16: 3e-2}
 
 
-def make(
-    shape: Shape, steps: int, dtype: torch.dtype, seed: int = 0
-) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+def make(shape: Shape, steps: int, dtype: torch.dtype, seed: int = 0) -> tuple[Tensor, list[Tensor], list[Tensor]]:
     rows, heads, kv_heads, length, width = shape
     gen = torch.Generator().manual_seed(seed)
 
     def draw(n: int) -> Tensor:
-        return (
-            torch.randn(rows, n, length, width, generator=gen, dtype=torch.float64).to(dtype).requires_grad_()
-        )
+        return torch.randn(rows, n, length, width, generator=gen, dtype=torch.float64).to(dtype).requires_grad_()
 
     return draw(heads), [draw(kv_heads) for _ in range(steps + 1)], [draw(kv_heads) for _ in range(steps + 1)]
 
@@ -56,9 +52,7 @@ def run(
 @pytest.mark.parametrize("steps", [0, 1, 4])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_flash_equals_reference(shape: Shape, steps: int, dtype: torch.dtype) -> None:
-    for got, want in zip(
-        run("flash", shape, steps, dtype), run("reference", shape, steps, dtype), strict=True
-    ):
+    for got, want in zip(run("flash", shape, steps, dtype), run("reference", shape, steps, dtype), strict=True):
         torch.testing.assert_close(got, want, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
 
 
@@ -149,6 +143,4 @@ def test_refusals() -> None:
     with pytest.raises(ValueError, match="as many keys"):
         ttt_attention(q, ks, [], None, 1.0)
     with pytest.raises(ValueError, match="no flash kernel"):
-        ttt_attention(
-            q.to("meta"), [ks[0][:, :1].to("meta")], [vs[0][:, :1].to("meta")], None, 1.0, impl="flash"
-        )
+        ttt_attention(q.to("meta"), [ks[0][:, :1].to("meta")], [vs[0][:, :1].to("meta")], None, 1.0, impl="flash")
