@@ -54,9 +54,7 @@ def test_rotation_equals_transformers(kind: str) -> None:
 
 def test_old_and_new_keys_give_the_same_parameters() -> None:
     scaling = {k: v for k, v in SCALINGS["llama3"].items() if k not in ("rope_theta", "rope_type")}
-    old = SimpleNamespace(
-        rope_theta=5000.0, rope_scaling={"type": "llama3", **scaling}, max_position_embeddings=128
-    )
+    old = SimpleNamespace(rope_theta=5000.0, rope_scaling={"type": "llama3", **scaling}, max_position_embeddings=128)
     new = SimpleNamespace(rope_parameters=SCALINGS["llama3"], max_position_embeddings=128)
     assert rope_parameters_of(old) == rope_parameters_of(new) == SCALINGS["llama3"]
     plain = SimpleNamespace(rope_theta=1e6, rope_scaling=None, max_position_embeddings=128)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.support import tiny_hf, tiny_target
 from torch import nn
 
 from drafttrain.modeling.causal_lm import CausalLM
 from drafttrain.modeling.head import Head
 from drafttrain.ops.packed_linear import PackedWeight, linear, pack, pack_linears
+from tests.support import tiny_hf, tiny_target
 
 needs_onednn = pytest.mark.skipif(pack(torch.eye(16)) is None, reason="this torch has no oneDNN: F.linear is used")
 # A dot product of 576 terms in another order; bf16 rounds the result to 8 bits.
