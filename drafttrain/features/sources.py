@@ -12,6 +12,7 @@ from torch import Tensor
 
 from drafttrain.corpus.types import Sample
 from drafttrain.drafters.base import DraftBatch
+from drafttrain.errors import StoreError
 from drafttrain.features.capture import UNKNOWN, capture
 from drafttrain.features.config import FeaturesConfig
 from drafttrain.features.layout import Place, Rows, lay_out, places
@@ -187,3 +188,26 @@ def open_store(
     for sample in samples:
         reader.require(sample)
     return StoredFeatures(reader)
+
+
+def spot_check(source: StoredFeatures, target: CausalLM, samples: Sequence[Sample], count: int = 2) -> None:
+    """Compare a few stored documents with a forward here: hashes say what a store was made for, not that it is right.
+
+    Rows that are shifted, cut or of another numbering differ wholly; other kernels and roundings differ by percents.
+
+    Raises:
+        StoreError: names the sample and the tap.
+    """
+    chosen = [samples[index * len(samples) // count] for index in range(min(count, len(samples)))]
+    for captured in capture(target, chosen, list(source.reader.taps), batch_tokens=1, wants_top1=lambda _: False):
+        stored, _ = source.reader.read(captured.sample)
+        for tap, fresh in captured.features.items():
+            expected = fresh.float().cpu()
+            error = (stored[tap].float() - expected).norm(dim=-1) / expected.norm(dim=-1).clamp(min=1e-6)
+            if float(error.mean()) > 0.1:
+                raise StoreError(
+                    f"the rows of tap {tap} for sample {captured.sample.id} differ from the target's by "
+                    f"{float(error.mean()):.0%}",
+                    where=source.reader.path,
+                    remedy="remove the store and build it anew",
+                )

@@ -186,6 +186,11 @@ class StoreReader:
         return len(self._entries)
 
     @property
+    def taps(self) -> tuple[Tap, ...]:
+        """The taps that `read` gives."""
+        return tuple(self._columns)
+
+    @property
     def tokens(self) -> int:
         """Tokens in the store."""
         return sum(entry.tokens for entry in self._entries.values())

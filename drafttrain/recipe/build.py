@@ -22,6 +22,7 @@ from drafttrain.features.sources import (
     OnlineFeatures,
     build_store,
     open_store,
+    spot_check,
     taps_with_final,
 )
 from drafttrain.features.store import StoreIdentity
@@ -193,7 +194,9 @@ def prepare_features(
     size = sum(len(sample.ids) for sample in samples) * identity.bytes_per_token
     report.say(f"features: store {path}, {size / 2**30:.2f} GiB for taps {', '.join(identity.taps)}")
     build_store(path, identity, target, samples, config, lambda done, total: report.progress("features", done, total))
-    return open_store(path, identity, samples, config.verify)
+    source = open_store(path, identity, samples, config.verify)
+    spot_check(source, target, samples)
+    return source
 
 
 def store_path(recipe: Recipe) -> Path:

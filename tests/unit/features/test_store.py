@@ -13,7 +13,7 @@ from drafttrain.corpus.types import Sample
 from drafttrain.errors import DataError, StoreError, UserError
 from drafttrain.features import store as store_module
 from drafttrain.features.config import FeaturesConfig
-from drafttrain.features.sources import OnlineFeatures, StoredFeatures, build_store, open_store
+from drafttrain.features.sources import OnlineFeatures, StoredFeatures, build_store, open_store, spot_check
 from drafttrain.features.store import StoreIdentity, StoreReader, StoreWriter
 from drafttrain.modeling.taps import FeatureSpec, Tap
 from tests.tiny_training import HIDDEN, samples, tiny_target
@@ -251,3 +251,18 @@ def test_a_store_with_more_taps_serves_and_keeps_them(tmp_path: Path) -> None:
     assert set(batch.features) == {Tap.block(2), Tap.final}
     whole = open_store(tmp_path / "store", IDENTITY, data).batch([data], CPU)
     assert all(torch.equal(value, whole.features[tap]) for tap, value in batch.features.items())
+
+
+def test_a_spot_check_finds_rows_that_are_not_the_targets(tmp_path: Path) -> None:
+    data = samples(6)
+    build(tmp_path / "good", data)
+    spot_check(open_store(tmp_path / "good", IDENTITY, data), tiny_target(), data)
+    # A server with a cached prefix gives rows shifted by one: the counts are right, the hashes too.
+    writer = StoreWriter(tmp_path / "shifted", IDENTITY)
+    good = open_store(tmp_path / "good", IDENTITY, data).reader
+    for sample in data:
+        features, top1 = good.read(sample)
+        writer.add(sample, {tap: value.roll(1, 0) for tap, value in features.items()}, top1)
+    writer.finish()
+    with pytest.raises(StoreError, match=r"tap 0 for sample s\d differ"):
+        spot_check(open_store(tmp_path / "shifted", IDENTITY, data), tiny_target(), data)

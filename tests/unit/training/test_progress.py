@@ -1,0 +1,76 @@
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from drafttrain.errors import UserError
+from drafttrain.recipe.training_config import TrackingConfig
+from drafttrain.training.callbacks import require_tracker
+from drafttrain.training.metrics import MetricsLog
+from drafttrain.training.progress import ConsoleReporter, ProgressLine
+
+TRAIN: dict[str, Any] = {
+    "kind": "train",
+    "step": 40,
+    "loss": 2.5,
+    "accuracy": [0.51, None],
+    "tokens_per_s": 1234.5,
+    "seconds_per_step": 2.0,
+}
+EVAL: dict[str, Any] = {"kind": "eval", "step": 40, "tau": 1.861, "alpha": [0.6, 0.5], "k": 2, "best": True}
+
+
+def shown(*, terminal: bool) -> str:
+    out = io.StringIO()
+    line = ProgressLine(Console(file=out, force_terminal=terminal, width=160), total_steps=100, step=30)
+    line.on_record(TRAIN)
+    line.on_record(EVAL)
+    line.close()
+    return out.getvalue()
+
+
+def test_plain_lines_where_there_is_no_terminal() -> None:
+    first, second = shown(terminal=False).splitlines()
+    assert first == "step 40/100  loss 2.5000  acc 0.510 -  1,234 tok/s  ETA 0:02:00"
+    assert second == "step 40  acceptance length 1.861 at k=2 (by depth 0.60 0.50)  best so far"
+
+
+def test_a_live_line_on_a_terminal() -> None:
+    text = shown(terminal=True)
+    assert "40/100" in text and "loss 2.5000" in text and "ETA 0:02:00" in text and "1.861" in text
+
+
+def test_stages_report_and_other_ranks_are_quiet() -> None:
+    out = io.StringIO()
+    console = Console(file=out, width=40)
+    loud, quiet = ConsoleReporter(console), ConsoleReporter(console, quiet=True)
+    for reporter in (loud, quiet):
+        reporter.say("a line that is longer than the console is wide, and not broken")
+        for done in range(1, 101):
+            reporter.progress("answers", done, 100)
+    lines = out.getvalue().splitlines()
+    assert lines[0].endswith("not broken")
+    assert lines[-1].startswith("answers: 100/100") and len(lines) <= 4
+
+
+def test_the_log_drops_what_a_killed_run_wrote_after_its_checkpoint(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    log = MetricsLog(path, 0)
+    for step in range(1, 6):
+        log.on_record({"kind": "train", "step": step})
+    with path.open("a") as file:
+        file.write('{"kind": "tra')
+    MetricsLog(path, 3).on_record({"kind": "train", "step": 4, "again": True})
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2, 3, 4]
+
+
+def test_a_missing_tracker_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("drafttrain.training.callbacks.find_spec", lambda name: None)
+    require_tracker(TrackingConfig())
+    with pytest.raises(UserError, match=r"drafttrain\[wandb\]"):
+        require_tracker(TrackingConfig(wandb="offline"))
