@@ -69,8 +69,11 @@ def eagle3_options(ir: DraftIR) -> dict[str, Any]:
 
 
 def eagle3_tensors(ir: DraftIR) -> dict[str, Tensor]:
-    """The weights with fc in layer order, and the vocabulary map, also where it is full."""
-    return named_like(_in_layer_order(ir), ir.vocab_map.state())
+    """The weights with fc in layer order, and the vocabulary map of a draft that says fewer tokens than its target.
+
+    A full map must not be there: vLLM has no parameter for it then, and refuses the folder.
+    """
+    return named_like(_in_layer_order(ir), {} if ir.vocab_map.is_full else ir.vocab_map.state())
 
 
 def check_eagle3(engine: str, ir: DraftIR) -> None:

@@ -130,10 +130,10 @@ def _eagle3_shapes(config: Mapping[str, Any]) -> Shapes:
         "fc.weight": (h, taps * h),
         "norm.weight": (h,),
         "lm_head.weight": (vd, h),
-        "d2t": (vd,),
-        "t2d": (v,),
         **_layer("midlayer", config, 2 * h),
     }
+    if vd != v:
+        shapes |= {"d2t": (vd,), "t2d": (v,)}
     for name in ("input_layernorm", "hidden_norm", "post_attention_layernorm"):
         shapes[f"midlayer.{name}.weight"] = (h,)
     for i in range(1, config["num_hidden_layers"]):

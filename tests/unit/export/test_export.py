@@ -91,11 +91,13 @@ def test_an_export_holds_the_draft_and_nothing_else(name: str, engine: str, tmp_
     ]
     stored = load_file(run / "draft" / "model.safetensors")
     extra = {"fc.bias"} if (name, engine) == ("eagle1", "sglang") else set()
-    assert set(tensors) == set(stored) | extra
+    # A full map is left out: vLLM has no parameter for it.
+    left_out = {"d2t", "t2d"} if name.startswith("eagle3") and name != "eagle3" else set()
+    assert set(tensors) == (set(stored) | extra) - left_out
     assert config["tie_word_embeddings"] is False
     assert config.get("bias") is None
     if name != "eagle3-taps":  # its fc is put in layer order
-        assert all(torch.equal(tensors[key], value) for key, value in stored.items())
+        assert all(torch.equal(tensors[key], stored[key]) for key in set(stored) - left_out)
     assert "some/target" in card and "optimiser steps: 7" in card and "87.50%" in card and "Not measured yet" in card
 
 
@@ -106,9 +108,10 @@ def test_eagle3_config(name: str, engine: str, tmp_path: Path) -> None:
     assert config["architectures"] == ["LlamaForCausalLMEagle3"] and config["model_type"] == "llama"
     assert config["draft_vocab_size"] == tensors["lm_head.weight"].shape[0] == (30 if name == "eagle3" else VOCAB)
     assert config["vocab_size"] == VOCAB and config["num_hidden_layers"] == 1
-    assert tensors["d2t"].dtype == torch.int64 and tensors["t2d"].dtype == torch.bool
-    ids = torch.arange(config["draft_vocab_size"]) + tensors["d2t"]
-    assert torch.equal(ids, tensors["t2d"].nonzero().flatten())
+    if name == "eagle3":
+        assert tensors["d2t"].dtype == torch.int64 and tensors["t2d"].dtype == torch.bool
+        ids = torch.arange(config["draft_vocab_size"]) + tensors["d2t"]
+        assert torch.equal(ids, tensors["t2d"].nonzero().flatten())
     assert tensors["fc.weight"].shape == (32, 96) and "fc.bias" not in tensors
     switches = {key for key in ("norm_before_fc", "fc_norm", "norm_output", "norm_before_residual") if config.get(key)}
     assert switches == ({"fc_norm", "norm_output"} if name == "eagle3-3.1" else set())
