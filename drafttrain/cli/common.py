@@ -17,6 +17,14 @@ if TYPE_CHECKING:
 Subparsers = argparse._SubParsersAction  # argparse gives the type no public name
 
 
+def positive(text: str) -> int:
+    """An argument that is at least 1."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError("must be at least 1")
+    return value
+
+
 def add_recipe(parser: argparse.ArgumentParser) -> None:
     """`RECIPE [key=value ...]`."""
     parser.add_argument("recipe", help="a YAML file, a shipped recipe, or a run's folder")

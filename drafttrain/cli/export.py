@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from drafttrain.cli.common import Subparsers
+from drafttrain.cli.common import Subparsers, positive
 
 
 def register(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
@@ -20,18 +20,11 @@ def register(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
     parser.add_argument("folder", metavar="RUN", help="a run's folder (its best draft is taken), or a draft's folder")
     parser.add_argument("--to", required=True, metavar="ENGINE[,ENGINE]", help="vllm, sglang, hf (transformers)")
     parser.add_argument("--out", type=Path, metavar="DIR", help="write DIR/ENGINE; default: RUN/export/ENGINE")
-    parser.add_argument("--k", type=_positive, metavar="K", help="draft tokens a round in the serving command")
+    parser.add_argument("--k", type=positive, metavar="K", help="draft tokens a round in the serving command")
     parser.add_argument(
         "--dtype", choices=["float32", "bfloat16", "float16"], help="of the weights; default: the target's"
     )
     parser.set_defaults(run=run)
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError("must be at least 1")
-    return value
 
 
 def run(arguments: argparse.Namespace) -> int:

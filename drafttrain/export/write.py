@@ -77,7 +77,7 @@ def export_draft(
     if dtype is None and recipe is not None:
         dtype = getattr(torch, recipe.target.dtype)
     ir = read_ir(draft, dtype)
-    k = _draft_tokens(ir, k, recipe.evaluation.k if recipe is not None else None)
+    k = draft_tokens(ir, k, recipe.evaluation.k if recipe is not None else None)
     base = Path(out) if out is not None else source / "export"
     folders = [base / engine.name for engine in chosen]
     for folder in folders:
@@ -110,7 +110,12 @@ def _engine(name: str) -> Engine:
     return ENGINES[name]
 
 
-def _draft_tokens(ir: DraftIR, asked: int | None, measured_with: int | None) -> int:
+def draft_tokens(ir: DraftIR, asked: int | None, measured_with: int | None) -> int:
+    """Draft tokens a round: as asked, as measured, or four; never more than there are Medusa heads.
+
+    Raises:
+        ExportError: more were asked for than there are Medusa heads.
+    """
     if ir.family == "medusa":
         if asked is not None and asked > ir.heads:
             raise ExportError(

