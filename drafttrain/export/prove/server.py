@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import tempfile
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -91,7 +93,7 @@ def run_vllm(
     prompts: Sequence[Sequence[int]],
     max_new_tokens: int,
     runs: Mapping[str, Mapping[str, Any] | None],
-    timeout_s: float = 1800,
+    timeout_s: float = 1200,
 ) -> dict[str, ServerRun | ServerError]:
     """Generate greedily once for each of `runs`, end-of-sequence tokens ignored.
 
@@ -99,6 +101,7 @@ def run_vllm(
         options: of `vllm_options`.
         prompts: token ids.
         runs: name -> `speculative_config`, or None for plain decoding.
+        timeout_s: for each run.
 
     Returns:
         what came of each run; an error, with the server's own message, where it refused the model or the draft.
@@ -109,22 +112,31 @@ def run_vllm(
         write_json(folder / "job.json", job)
         # -P: the worker's folder is a package's, and its modules must not hide the server's.
         command = [str(environment.python), "-P", str(_WORKER), str(folder / "job.json"), str(folder)]
-        with log.open("wb") as file:
-            try:
-                subprocess.run(
-                    command,
-                    stdout=file,
-                    stderr=subprocess.STDOUT,
-                    stdin=subprocess.DEVNULL,
-                    env=_environment(),
-                    cwd=folder,
-                    timeout=timeout_s,
-                    check=False,
-                )
-            except subprocess.TimeoutExpired:
-                message = f"vLLM was not done after {timeout_s:.0f} s"
-                log.write_text(f"{log.read_text(encoding='utf-8', errors='replace')}\n{message}\n", encoding="utf-8")
-        return {name: _read(name, folder, log) for name in runs}
+        ended = _call(command, folder, log, timeout_s * len(runs))
+        return {name: _read(name, folder, log, ended) for name in runs}
+
+
+def _call(command: Sequence[str], folder: Path, log: Path, timeout_s: float) -> str:
+    """Run the worker to its end; how it ended, in a word. None of its children outlives this call."""
+    with log.open("wb") as file:
+        worker = subprocess.Popen(
+            command,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            env=_environment(),
+            cwd=folder,
+            start_new_session=True,
+        )
+        try:
+            worker.wait(timeout_s)
+            return "died"
+        except subprocess.TimeoutExpired:
+            return f"was stopped after {timeout_s:.0f} s"
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(worker.pid, signal.SIGKILL)
+            worker.wait()
 
 
 def _environment() -> dict[str, str]:
@@ -148,10 +160,10 @@ def _tail(log: Path) -> str:
     return "\n  ".join(["its last words:", *lines])
 
 
-def _read(name: str, folder: Path, log: Path) -> ServerRun | ServerError:
+def _read(name: str, folder: Path, log: Path, ended: str) -> ServerRun | ServerError:
     path, own_log = folder / f"{name}.json", folder / f"{name}.log"
     if not path.exists():
-        return ServerError(f"vLLM died in run {name!r}", remedy=_tail(own_log if own_log.exists() else log))
+        return ServerError(f"vLLM {ended} in run {name!r}", remedy=_tail(own_log if own_log.exists() else log))
     raw = read_json(path)
     if "error" in raw:
         return ServerError(f"vLLM failed in run {name!r}: {raw['error']}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -155,6 +156,20 @@ def test_a_server_that_dies_is_told_with_its_last_words(tmp_path: Path) -> None:
     died = run_vllm(here, {}, [[1]], 4, {server.PLAIN: None})[server.PLAIN]
     assert isinstance(died, ServerError)
     assert "vLLM died in run 'plain'" in str(died) and "No module named 'vllm'" in str(died)
+
+
+def test_a_server_that_hangs_is_stopped_with_its_children(tmp_path: Path) -> None:
+    hanging = tmp_path / "python"
+    hanging.write_text(f"#!/bin/sh\nsleep 300 &\necho $! > {tmp_path}/child\nwait\n")
+    hanging.chmod(0o755)
+    (stopped,) = run_vllm(ServerEnvironment(hanging, {}), {}, [[1]], 4, {"draft": None}, timeout_s=1).values()
+    assert isinstance(stopped, ServerError) and "was stopped after 1 s in run 'draft'" in str(stopped)
+    child = int((tmp_path / "child").read_text())
+    for _ in range(50):  # whoever reaps orphans may take a moment
+        if not Path(f"/proc/{child}").exists() or " Z " in Path(f"/proc/{child}/stat").read_text():
+            return
+        time.sleep(0.1)
+    pytest.fail("the child runs on")
 
 
 def test_an_environment_that_cannot_be_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
