@@ -16,8 +16,8 @@ EXTRAS := data,dev
 RECIPE ?= recipes/quickstart.yaml
 SUITE ?= eval/suites/core.yaml
 ARGS ?=
-# The whole suite is 96 conversations at two temperatures; a quarter of it shows the result in a few minutes.
-SUITE_ARGS ?= limit=24 max_new_tokens=96
+# The whole suite is 96 conversations at two temperatures; a sixth of it shows the result in a few minutes.
+SUITE_ARGS ?= limit=16 max_new_tokens=64
 
 GPU := $(shell nvidia-smi -L >/dev/null 2>&1 && echo yes)
 # A GPU machine keeps the torch it has.
