@@ -67,6 +67,10 @@ def atomic_folder(path: str | Path) -> Iterator[Path]:
     try:
         yield partial
         partial.chmod(0o777 & ~_umask())
+        for file in partial.rglob("*"):
+            # safetensors makes its files private, too; a server often runs as another user.
+            if file.is_file() and not file.is_symlink():
+                file.chmod(0o666 & ~_umask())
         partial.replace(final)
     finally:
         shutil.rmtree(partial, ignore_errors=True)

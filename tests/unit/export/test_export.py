@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
+import stat
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -259,6 +262,8 @@ def test_unknown_engines_and_existing_folders_are_refused(tmp_path: Path) -> Non
     run = saved(tmp_path, CONFIGS["eagle3"])
     with pytest.raises(ExportError, match=r"no engine 'vlm'[\s\S]*vllm, sglang, hf"):
         export_draft(run, ["vlm"])
+    with pytest.raises(ExportError, match="no engine is named"):
+        export_draft(run, [])
     (tmp_path / "mine" / "sglang").mkdir(parents=True)
     (tmp_path / "mine" / "sglang" / "keep").write_text("x")
     with pytest.raises(ExportError, match=r"already exists[\s\S]*--out"):
@@ -273,16 +278,29 @@ def test_a_run_without_a_finished_draft(tmp_path: Path) -> None:
         export_draft(tmp_path / "nowhere", ["vllm"])
 
 
-def test_a_disk_that_fills_up_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("raised", [OSError(28, "No space left on device"), SafetensorError("No space left")])
+def test_a_disk_that_fills_up_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, raised: Exception
+) -> None:
     run = saved(tmp_path, CONFIGS["eagle1"])
 
     def full(*_: object, **__: object) -> None:
-        raise OSError(28, "No space left on device")
+        raise raised
 
     monkeypatch.setattr("drafttrain.export.write.save_file", full)
     with pytest.raises(UserError, match="No space left"):
         export_draft(run, ["vllm"])
     assert list((run / "export").iterdir()) == []
+
+
+def test_a_server_of_another_user_can_read_it(tmp_path: Path) -> None:
+    run = saved(tmp_path, CONFIGS["eagle1"])
+    before = os.umask(0o022)
+    try:
+        (written,) = export_draft(run, ["vllm"])
+    finally:
+        os.umask(before)
+    assert {stat.S_IMODE(path.stat().st_mode) for path in written.folder.iterdir()} == {0o644}
 
 
 def test_commands_name_the_method_and_the_folder(tmp_path: Path) -> None:
