@@ -22,7 +22,9 @@ def _distinct(values: list[Any]) -> list[Any]:
 
 
 Counts = Annotated[list[Annotated[int, Field(ge=1)]], Field(min_length=1), AfterValidator(_distinct)]
-Temperatures = Annotated[list[Annotated[float, Field(ge=0)]], Field(min_length=1), AfterValidator(_distinct)]
+Temperatures = Annotated[
+    list[Annotated[float, Field(ge=0, allow_inf_nan=False)]], Field(min_length=1), AfterValidator(_distinct)
+]
 DraftNames = Annotated[list[DraftName], Field(min_length=1), AfterValidator(_distinct)]
 
 

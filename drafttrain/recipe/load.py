@@ -33,6 +33,12 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     file = Path(path).expanduser()
     if (file / RESOLVED).is_file():
         file = file / RESOLVED
+    elif file.is_dir():
+        raise RecipeError(
+            f"the folder holds no {RESOLVED}",
+            where=path,
+            remedy="give a recipe, or the folder of a run whose training has begun",
+        )
     return load_config(Recipe, file, overrides, shorthands=SHORTHANDS, check=check_sections)
 
 

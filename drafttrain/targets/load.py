@@ -38,6 +38,7 @@ def load_target(config: TargetConfig) -> TargetModel:
     from transformers import AutoModelForCausalLM
 
     place = _locate(config)
+    device = resolve_device(config.device)
     tokenizer = load_tokenizer(config)
     options: dict[str, Any] = {"dtype": getattr(torch, config.dtype), **_common(config, place)}
     if place.gguf_file:
@@ -47,7 +48,7 @@ def load_target(config: TargetConfig) -> TargetModel:
         options["quantization_config"] = GgufConfig(dequantize=True)
     with _explained(config, "weights"), _no_bars():
         hf: Any = AutoModelForCausalLM.from_pretrained(place.source, **options)
-    hf.to(resolve_device(config.device))
+    hf.to(device)
     identity = TargetIdentity(
         name=config.model,
         weights_hash=weights_fingerprint(_weight_files(config, place, hf)),
@@ -103,9 +104,16 @@ def load_stop_ids(config: TargetConfig) -> frozenset[int]:
 
 
 def resolve_device(device: str) -> torch.device:
-    """ "auto" is this rank's GPU if there is one, else the CPU."""
+    """ "auto" is this rank's GPU if there is one, else the CPU. TargetError for a device that is not here."""
     if device != "auto":
-        return torch.device(device)
+        try:
+            return torch.empty(0, device=device).device
+        except (RuntimeError, AssertionError) as error:  # a torch without CUDA asserts
+            raise TargetError(
+                f"no device {device!r} here: {str(error).strip().splitlines()[0]}",
+                where="target.device",
+                remedy="'auto' takes the rank's GPU if there is one, else the CPU",
+            ) from None
     if torch.cuda.is_available():
         return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
     return torch.device("cpu")

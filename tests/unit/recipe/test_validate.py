@@ -118,6 +118,10 @@ def test_a_good_recipe_has_no_problems() -> None:
             "name: x\ndrafter:\n  family: eagle\n  taps:\n  - 2\n  - [3]",
             "drafter.taps.1 (line 6): got [3], expected an integer or a string",
         ),
+        (
+            GOOD + "training: {epochs: 1, lr: .inf}",
+            "training.lr (line 3): got Infinity, expected a finite number",
+        ),
         (GOOD + "training: {}", "training (line 3): give `epochs`"),
     ],
 )

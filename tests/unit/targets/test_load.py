@@ -92,6 +92,12 @@ def test_errors_say_what_to_do(tmp_path: Path) -> None:
         load_target(_config(bare))
 
 
+@pytest.mark.parametrize("device", ["cuda:99", "nothing"])
+def test_a_device_that_is_not_here(tmp_path: Path, device: str) -> None:
+    with pytest.raises(TargetError, match=f"target.device: no device '{device}' here"):
+        load_target(TargetConfig(model=str(_save(tmp_path / "target")), device=device))
+
+
 def test_a_hub_that_cannot_be_reached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HOME", str(tmp_path))
     with pytest.raises(TargetError, match="give a local folder, or check the name"):
