@@ -29,13 +29,15 @@ def run(arguments: argparse.Namespace) -> int:
 
     from rich.console import Console
 
-    from drafttrain.recipe.conversations import ConversationFiles, collect, prepare_prompts
+    from drafttrain.recipe.conversations import ConversationFiles, collect, prepare_prompts, what_was_left_out
 
     console = Console()
     chat, target = chat_of(recipe), target_when_needed(recipe, console)
     if arguments.out is None:
         prompts = prepare_prompts(recipe, chat, target)
         path = ConversationFiles.of(recipe).prompts
+        for line in what_was_left_out(recipe):
+            console.print(line, markup=False, soft_wrap=True)
     else:
         from drafttrain.corpus.readers import write_prompts
 

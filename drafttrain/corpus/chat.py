@@ -201,7 +201,7 @@ class ChatRenderer:
                 last -= 1
             elif turn.message in cut and limit == len(ids):
                 last = limit - 1
-            if last is None:
+            if last is None or last < first:  # never ended, or cut before it said anything
                 continue
             if marks is not None:
                 marked = np.flatnonzero(marks[first : last + 1])

@@ -164,7 +164,8 @@ def _file_rows(path: Path) -> Iterator[tuple[str, Any]]:
             yield from _numbered(path, _json_list(path))
         elif path.suffix in (".csv", ".tsv"):
             with path.open(encoding="utf-8-sig", newline="") as file:
-                reader = csv.DictReader(file, delimiter="\t" if path.suffix == ".tsv" else ",")
+                # Strict, or an unclosed quote would swallow the rows to the file's end in one cell.
+                reader = csv.DictReader(file, delimiter="\t" if path.suffix == ".tsv" else ",", strict=True)
                 yield from _numbered(path, (_cells(row) for row in reader))
         elif path.suffix == ".parquet":
             yield from _numbered(path, _parquet_rows(path))
@@ -173,8 +174,12 @@ def _file_rows(path: Path) -> Iterator[tuple[str, Any]]:
                 yield from _numbered(path, (line.rstrip("\n") for line in file if line.strip()))
         else:
             raise DataError("unknown kind of file", where=path, remedy=f"known: {', '.join(_SUFFIXES)}")
-    except (UnicodeDecodeError, csv.Error) as error:
-        raise DataError(f"cannot be read: {error}", where=path) from None
+    except UnicodeDecodeError as error:
+        raise DataError(f"is not UTF-8 text: {error}", where=path, remedy="convert it to UTF-8") from None
+    except csv.Error as error:
+        raise DataError(
+            f"is not valid CSV: {error}", where=path, remedy="close each quote, and double quotes inside of a cell"
+        ) from None
 
 
 def _numbered(path: Path, rows: Any) -> Iterator[tuple[str, Any]]:
@@ -214,9 +219,11 @@ def _cells(row: dict[str | None, Any]) -> dict[str, Any] | _Bad:
 
 
 def _parquet_rows(path: Path) -> Iterator[Any]:
-    import pyarrow as arrow
-    import pyarrow.parquet as parquet
-
+    try:
+        import pyarrow as arrow
+        import pyarrow.parquet as parquet
+    except ImportError as error:
+        raise _lacks_extra(path, error) from None
     try:
         with parquet.ParquetFile(path) as file:
             for batch in file.iter_batches(batch_size=1024):
@@ -226,9 +233,16 @@ def _parquet_rows(path: Path) -> Iterator[Any]:
 
 
 def _saved_rows(path: Path, split: str) -> Iterator[tuple[str, Any]]:
-    import datasets
-
-    loaded = datasets.load_from_disk(str(path))
+    try:
+        import datasets
+    except ImportError as error:
+        raise _lacks_extra(path, error) from None
+    try:
+        loaded = datasets.load_from_disk(str(path))
+    except Exception as error:  # the reader raises types of its own and of pyarrow
+        raise DataError(
+            f"is no readable saved data set: {error}", where=path, remedy="save it again with `save_to_disk`"
+        ) from error
     if isinstance(loaded, datasets.DatasetDict):
         if split not in loaded:
             raise DataError(f"has no split {split!r} (it has {', '.join(map(str, loaded))})", where=path)
@@ -237,8 +251,10 @@ def _saved_rows(path: Path, split: str) -> Iterator[tuple[str, Any]]:
 
 
 def _hub_rows(source: PromptSource) -> Iterator[tuple[str, Any]]:
-    import datasets
-
+    try:
+        import datasets
+    except ImportError as error:
+        raise _lacks_extra(source.source, error) from None
     try:
         loaded = datasets.load_dataset(source.source, source.subset, split=source.split)
     except Exception as error:  # the hub client raises its own, those of its HTTP library, and plain ones
@@ -248,3 +264,11 @@ def _hub_rows(source: PromptSource) -> Iterator[tuple[str, Any]]:
             remedy="check the name and the network, or download it and give the folder",
         ) from error
     yield from _numbered(Path(source.source), loaded)
+
+
+def _lacks_extra(where: str | Path, error: ImportError) -> DataError:
+    return DataError(
+        f"cannot be read: the package {error.name} is not installed",
+        where=where,
+        remedy="pip install 'drafttrain[data]', or give a JSONL or CSV file that exists",
+    )

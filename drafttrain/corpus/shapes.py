@@ -44,6 +44,7 @@ def parse_row(row: Any, format: Format, columns: Mapping[str, str], system: str 
     """Bring a row of any known shape into messages. Raises ShapeError with the reason."""
     if isinstance(row, str):
         row = {"text": row}
+    _require_unicode(row)
     if not isinstance(row, Mapping):
         raise ShapeError(f"a row is an object with columns, this is a {type(row).__name__}")
     missing = [name for name in columns.values() if name not in row]
@@ -176,8 +177,17 @@ def _parsed(value: Any) -> Any:
             parsed = json.loads(value)
         except ValueError:
             return value
+        _require_unicode(parsed)
         return parsed if isinstance(parsed, list) and all(isinstance(item, dict) for item in parsed) else value
     return value
+
+
+def _require_unicode(value: Any) -> None:
+    """JSON may escape half of a surrogate pair: no file can hold that, and no tokenizer reads it."""
+    try:
+        json.dumps(value, ensure_ascii=False, default=str).encode()
+    except UnicodeEncodeError as error:
+        raise ShapeError(f"has half of a surrogate pair, {error.object[error.start]!a}") from None
 
 
 def _first(row: Row, names: tuple[str, ...]) -> Any:

@@ -28,7 +28,7 @@ from drafttrain.features.sources import (
 from drafttrain.features.store import StoreIdentity
 from drafttrain.losses.objective import Objective
 from drafttrain.modeling.vocab_map import VocabMap
-from drafttrain.recipe.conversations import InProcess, data_hashes, prepare_conversations
+from drafttrain.recipe.conversations import InProcess, data_hashes, prepare_conversations, what_was_left_out
 from drafttrain.recipe.schema import Recipe
 from drafttrain.targets.load import load_target
 from drafttrain.targets.model import TargetModel
@@ -127,6 +127,8 @@ def prepare_corpus(
     conversations = prepare_conversations(
         recipe, chat, writer, lambda done, total: report.progress("answers", done, total)
     )
+    for line in what_was_left_out(recipe):
+        report.say(line)
     # Answers lie in the order in which they were finished, which a resumed run does not repeat.
     conversations.sort(key=lambda item: item.id)
     training, held_out = split_held_out(conversations, data.held_out, seed=recipe.seed)

@@ -12,6 +12,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from drafttrain.corpus.answers import (
     AnswerSource,
     Regenerated,
@@ -31,8 +33,8 @@ from drafttrain.corpus.readers import (
 )
 from drafttrain.corpus.types import Conversation, Prompt, Reject, TokenGenerator
 from drafttrain.engine.generation import TargetGenerator
-from drafttrain.errors import DataError, UserError
-from drafttrain.files import atomic_file, find_resource, read_json, sha256_file, write_json
+from drafttrain.errors import DataError, TargetError, UserError
+from drafttrain.files import atomic_file, find_resource, read_json, read_jsonl, sha256_file, write_json
 from drafttrain.modeling.causal_lm import CausalLM
 from drafttrain.recipe.schema import Recipe
 
@@ -54,7 +56,19 @@ class InProcess:
 
     @staticmethod
     def of(target: CausalLM, batch_size: int) -> InProcess:
-        """A loaded target on the bundled engine, `batch_size` sequences at a time."""
+        """A loaded target on the bundled engine, `batch_size` sequences at a time.
+
+        Raises:
+            TargetError: its forward is not finite, so that it would write one token for ever.
+        """
+        with torch.no_grad():
+            final = target(torch.arange(min(8, target.vocab_size), device=target.device)[None]).final
+        if not bool(torch.isfinite(final).all()):
+            raise TargetError(
+                f"its forward gives NaN or Inf in {str(target.dtype).removeprefix('torch.')}",
+                where="target.model",
+                remedy="its weights are damaged, or overflow this dtype: try target.dtype bfloat16 or float32",
+            )
         context = getattr(target.config, "max_position_embeddings", None)
         return InProcess(TargetGenerator(target, batch_size), context)
 
@@ -160,8 +174,25 @@ def prepare_conversations(
         DataError: nothing usable; see `prepare_prompts` and `regenerate`.
     """
     if recipe.data.path is None and recipe.data.answers.source != "given":
-        answer_prompts(recipe, chat, target, progress)
+        report = answer_prompts(recipe, chat, target, progress)
+        if report.rejects and not report.resumed + report.written:
+            raise DataError(
+                f"none of the {len(report.rejects)} prompts got an answer; the first: {report.rejects[0].reason}",
+                where=ConversationFiles.of(recipe).unanswered,
+                remedy="mend what the reasons in that file name, such as prompts that leave the context no room",
+            )
     return present_conversations(recipe)
+
+
+def what_was_left_out(recipe: Recipe) -> list[str]:
+    """A line for the rows that were refused and one for the prompts without an answer, if there are any."""
+    files = ConversationFiles.of(recipe)
+    lines = []
+    for path, what in ((files.rejects, "row(s) refused"), (files.unanswered, "prompt(s) without an answer")):
+        if path.exists():
+            rejects = [Reject(**value) for _, value in read_jsonl(path)]
+            lines.append(f"{len(rejects)} {what}, the first: {rejects[0].reason}; listed in {path}")
+    return lines
 
 
 def present_conversations(recipe: Recipe) -> list[Conversation]:

@@ -8,9 +8,15 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from rich.console import Console
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from drafttrain.cli.common import chat_of, target_when_needed
 from drafttrain.cli.main import main
+from drafttrain.errors import DataError, TargetError
+from drafttrain.recipe.conversations import InProcess, prepare_conversations, what_was_left_out
+from drafttrain.recipe.load import load_recipe
+from drafttrain.targets.load import load_target
 from tests.chats import CHATML, chat_tokenizer
 
 
@@ -72,6 +78,9 @@ def test_prompts_are_collected_into_the_run_or_a_file(recipe: Path, capsys: pyte
     assert "refused 1:" in out
     assert not Path("runs").exists()
     assert main(["prompts", str(recipe)]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "1 row(s) refused, the first: has none of the known columns" in out
+    assert "listed in runs/tiny/data/rejects.jsonl" in out
     assert lines("runs/tiny/data/prompts.jsonl") == lines("mine.jsonl")
     assert [reject["id"] for reject in lines("runs/tiny/data/rejects.jsonl")] == ["prompts-1"]
 
@@ -96,6 +105,27 @@ def test_a_prompt_that_does_not_fit_is_listed_and_the_rest_answered(
     out = capsys.readouterr().out
     assert "2 answers written" in out
     assert [reject["id"] for reject in lines("runs/tiny/data/unanswered.jsonl")] == ["long"]
+
+
+def test_what_is_left_out_is_said_and_nothing_left_is_an_error(recipe: Path) -> None:
+    """As in a training run, which reads the same files."""
+    run = load_recipe(recipe)
+    chat, load = chat_of(run), target_when_needed(run, Console())
+    prepare_conversations(run, chat, load)
+    assert len(what_was_left_out(run)) == 1
+    Path("prompts.jsonl").write_text(json.dumps({"prompt": "word " * 200}) + "\n", encoding="utf-8")
+    run = load_recipe(recipe, ["output_dir=runs/other"])
+    with pytest.raises(DataError, match=r"none of the 1 prompts got an answer; the first: the prompt has"):
+        prepare_conversations(run, chat, load)
+    assert "1 prompt(s) without an answer, the first: the prompt has" in what_was_left_out(run)[0]
+
+
+def test_a_target_that_gives_nan_does_not_answer(recipe: Path, target: Path) -> None:
+    run = load_recipe(recipe)
+    broken = load_target(run.target)
+    broken.embedding_weight.data[0] = float("nan")
+    with pytest.raises(TargetError, match=r"forward gives NaN or Inf in float32"):
+        InProcess.of(broken, 2)
 
 
 def test_answers_to_other_prompts_are_refused_and_stay(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -263,10 +263,16 @@ def test_max_length_cuts_spans_and_refuses_long_prompts() -> None:
 def test_conversations_without_something_to_learn_are_named() -> None:
     chat = renderer(CHATML)
     outcomes = [
-        chat.samples(Conversation("c", messages), 100) for messages in ([user("Hi")], [user("Hi"), assistant("")])
+        chat.samples(Conversation("c", messages, cut=cut), 100)
+        for messages, cut in (
+            ([user("Hi")], ()),
+            ([user("Hi"), assistant("")], ()),
+            ([user("Hi"), assistant("")], (1,)),
+        )
     ]
     assert [outcome.reason for outcome in outcomes if isinstance(outcome, Reject)] == [
         "no assistant turn",
+        "no answer has a token to learn after its first",
         "no answer has a token to learn after its first",
     ]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -134,6 +135,8 @@ def test_no_row_vanishes(tmp_path: Path) -> None:
         {"unknown": "column"},
         [1, 2],
         "{broken",
+        {"prompt": "half \ud83d of a smiley", "id": "\ud83d"},
+        {"messages": '[{"role": "user", "content": "half \\ud83d of a smiley"}]'},
     ]
     path = jsonl(tmp_path / "rows.jsonl", [row if isinstance(row, str) else json.dumps(row) for row in rows])
     result = read_prompts(PromptSource(source=path))
@@ -143,7 +146,7 @@ def test_no_row_vanishes(tmp_path: Path) -> None:
     assert [message["role"] for message in tools.messages] == ["user", "assistant", "tool"]
     assert parts.messages[0]["content"] == "part"
     assert [reject.where.rsplit(":", 1)[1] for reject in result.rejects] == [
-        str(n) for n in (3, 4, 5, 6, 7, 9, 10, 11, 12, 13)
+        str(n) for n in (3, 4, 5, 6, 7, 9, 10, 11, 12, 13, 14, 15)
     ]
     reasons = [reject.reason for reject in result.rejects]
     for reason, words in zip(
@@ -159,10 +162,35 @@ def test_no_row_vanishes(tmp_path: Path) -> None:
             "none of the known columns (it has: unknown)",
             "a row is an object",
             "not valid JSON",
+            r"half of a surrogate pair, '\ud83d'",
+            "half of a surrogate pair",
         ],
         strict=True,
     ):
         assert words in reason
+
+
+def test_a_quote_left_open_does_not_swallow_the_rows_behind_it(tmp_path: Path) -> None:
+    path = tmp_path / "rows.csv"
+    path.write_text('prompt\nfirst\n"second\nthird\n', encoding="utf-8")
+    with pytest.raises(DataError, match="is not valid CSV: unexpected end of data"):
+        read_prompts(PromptSource(source=str(path)))
+
+
+def test_a_saved_data_set_that_is_damaged_is_one_error(tmp_path: Path) -> None:
+    pytest.importorskip("datasets")
+    (tmp_path / "dataset_info.json").write_text("{", encoding="utf-8")
+    with pytest.raises(DataError, match="no readable saved data set"):
+        read_prompts(PromptSource(source=str(tmp_path)))
+
+
+@pytest.mark.parametrize("package", ["pyarrow", "datasets"])
+def test_a_missing_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, package: str) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    path = tmp_path / "rows.parquet"
+    path.touch()
+    with pytest.raises(DataError, match=rf"the package {package} is not installed\n  pip install 'drafttrain\[data\]'"):
+        read_prompts(PromptSource(source=str(path) if package == "pyarrow" else "someone/something"))
 
 
 def test_columns_can_be_renamed_and_a_system_message_added(tmp_path: Path) -> None:
