@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter, ValidationError
 from rich.table import Table
 
 from drafttrain.bench.bootstrap import Interval
@@ -214,8 +216,12 @@ def _row(value: Any, number: int, file: Path) -> Row:
             f"row {number}: missing {missing or 'nothing'}, unknown {unknown or 'nothing'}",
             where=file,
         )
-    pairs = {key: tuple(value[key]) if value[key] is not None else None for key in ("tau_ci", "speedup_ci")}
-    return Row(**{**value, **pairs})
+    try:
+        return TypeAdapter(Row).validate_json(json.dumps(value), strict=True)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        place = ".".join(map(str, first["loc"]))
+        raise DataError(f"row {number}: {place}: {first['msg']}", where=file) from None
 
 
 def _rounded(value: float | None) -> float | None:

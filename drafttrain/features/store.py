@@ -101,16 +101,20 @@ def read_identity(path: Path) -> StoreIdentity:
     try:
         raw = read_json(path / "manifest.json")
     except UserError as error:
-        raise StoreError(f"no feature store here: {error.what}", where=path) from None
-    if not isinstance(raw, dict) or raw.get("identity", {}).get("schema") != SCHEMA:
-        found = raw.get("identity", {}).get("schema") if isinstance(raw, dict) else None
+        raise StoreError(
+            f"no feature store here: {error.what}",
+            where=path / "manifest.json",
+            remedy="remove the folder, if it is one, to build it anew",
+        ) from None
+    identity = raw.get("identity") if isinstance(raw, dict) else None
+    found = identity.get("schema") if isinstance(identity, dict) else None
+    if identity is None or found != SCHEMA:
         raise StoreError(
             f"the store has schema version {found}, this version reads {SCHEMA}",
             where=path,
             remedy="rebuild it: remove the folder and train again",
         )
     try:
-        identity = dict(raw["identity"])
         return StoreIdentity(**{**identity, "taps": tuple(identity["taps"])})
     except (TypeError, KeyError) as error:
         raise StoreError(f"the manifest is damaged: {error}", where=path / "manifest.json") from None
@@ -161,7 +165,7 @@ class StoreReader:
     ) -> None:
         self.path = Path(path)
         self.identity = read_identity(self.path) if wanted is None else require_fit(self.path, wanted)
-        self.complete = bool(read_json(self.path / "manifest.json")["complete"])
+        self.complete = bool(read_json(self.path / "manifest.json").get("complete"))
         if not self.complete and not allow_incomplete:
             raise StoreError(
                 "the store is incomplete: its building was interrupted",

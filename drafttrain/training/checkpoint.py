@@ -152,15 +152,17 @@ def check_whole(path: Path) -> dict[str, Any]:
     """
     try:
         meta: dict[str, Any] = read_json(path / "checkpoint.json")
-        files = dict(meta["files"])
+        files = {name: (entry["bytes"], entry["sha256"]) for name, entry in meta["files"].items()}
         schema = meta["schema"]
-    except (UserError, KeyError, TypeError, ValueError) as error:
+        dict(meta["fingerprint"])
+        TrainState(**meta["state"])
+    except (UserError, KeyError, TypeError, ValueError, AttributeError) as error:
         raise CheckpointError(f"no whole checkpoint: {error}", where=path) from None
     if schema != SCHEMA:
         raise CheckpointError(f"the checkpoint has schema {schema}, this version reads {SCHEMA}", where=path)
-    for name, expected in files.items():
+    for name, (size, digest) in files.items():
         file = path / name
-        if not file.exists() or file.stat().st_size != expected["bytes"] or sha256_file(file) != expected["sha256"]:
+        if not file.exists() or file.stat().st_size != size or sha256_file(file) != digest:
             raise CheckpointError(f"{path.name}/{name} is missing, truncated or damaged", where=path)
     return meta
 

@@ -60,6 +60,14 @@ def test_foreign_files_are_named(tmp_path: Path, content: str, message: str) -> 
     assert "x.json" in str(error.value)
 
 
+@pytest.mark.parametrize(("key", "value"), [("date", 5), ("tau", "x"), ("tau_ci", [1.0]), ("alpha", 1.0)])
+def test_a_value_of_another_type_is_refused(evaluation: EvalResult, tmp_path: Path, key: str, value: object) -> None:
+    row = asdict(rows_of(evaluation)[0]) | {key: value}
+    (tmp_path / "x.json").write_text(json.dumps([row]))
+    with pytest.raises(DataError, match=f"row 1: {key}"):
+        read_rows(tmp_path)
+
+
 def test_an_unknown_key_is_refused(evaluation: EvalResult, tmp_path: Path) -> None:
     row = asdict(rows_of(evaluation)[0]) | {"gpu": "x"}
     (tmp_path / "x.json").write_text(json.dumps([row]))

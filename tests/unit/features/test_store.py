@@ -117,6 +117,14 @@ def test_a_foreign_store_is_refused_by_the_name_of_what_differs(
     StoreReader(tmp_path / "store", replace(IDENTITY, target="the same under another name"))
 
 
+@pytest.mark.parametrize("manifest", ["{", "[]", "{}", '{"identity": []}', '{"identity": {"schema": 1, "taps": []}}'])
+def test_a_damaged_manifest_is_one_error(tmp_path: Path, manifest: str) -> None:
+    (tmp_path / "manifest.json").write_text(manifest, encoding="utf-8")
+    for opening in (StoreReader, StoreWriter):
+        with pytest.raises(StoreError):
+            opening(tmp_path, IDENTITY)
+
+
 @pytest.mark.parametrize("file", ["features.bin", "ids.bin", "top1.bin"])
 def test_a_truncated_shard_is_found(tmp_path: Path, file: str) -> None:
     build(tmp_path / "store", samples(3))

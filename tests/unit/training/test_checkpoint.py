@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -67,6 +68,17 @@ def test_the_newest_whole_one_is_found(tmp_path: Path) -> None:
     flipped.write_bytes(content)
     assert newest_whole(tmp_path, warnings.append) == tmp_path / "step-00000001"
     assert newest_whole(tmp_path / "nowhere", warnings.append) is None
+
+
+@pytest.mark.parametrize("lost", ["fingerprint", "state", "files"])
+def test_one_with_another_description_is_not_whole(tmp_path: Path, lost: str) -> None:
+    save(tmp_path, 1)
+    file = tmp_path / "step-00000001/checkpoint.json"
+    meta = json.loads(file.read_text())
+    file.write_text(json.dumps({**meta, lost: ["nothing"]}))
+    warnings: list[str] = []
+    assert newest_whole(tmp_path, warnings.append) is None
+    assert "no whole checkpoint" in warnings[0]
 
 
 def test_only_the_newest_are_kept_and_left_overs_go(tmp_path: Path) -> None:
