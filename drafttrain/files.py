@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
@@ -42,16 +43,18 @@ def atomic_file(path: str | Path) -> Iterator[Path]:
     """Yield a temporary path beside `path`; rename it into place if the block succeeds, delete it otherwise."""
     final = Path(path)
     final.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(prefix=f".{final.name}.", suffix=".part", dir=final.parent)
+    with _named(final):
+        handle, name = tempfile.mkstemp(prefix=f".{final.name}.", suffix=".part", dir=final.parent)
     os.close(handle)
     partial = Path(name)
     try:
-        yield partial
-        with partial.open("rb") as written:
-            os.fsync(written.fileno())
-        # mkstemp makes files private; results are meant to be shared as the umask says.
-        partial.chmod(0o666 & ~_umask())
-        partial.replace(final)
+        with _named(final):
+            yield partial
+            with partial.open("rb") as written:
+                os.fsync(written.fileno())
+            # mkstemp makes files private; results are meant to be shared as the umask says.
+            partial.chmod(0o666 & ~_umask())
+            partial.replace(final)
     finally:
         partial.unlink(missing_ok=True)
 
@@ -63,17 +66,50 @@ def atomic_folder(path: str | Path) -> Iterator[Path]:
     if final.exists():
         raise UserError("already exists", where=final, remedy="choose another folder or remove this one")
     final.parent.mkdir(parents=True, exist_ok=True)
-    partial = Path(tempfile.mkdtemp(prefix=f".{final.name}.", suffix=".part", dir=final.parent))
+    with _named(final):
+        partial = Path(tempfile.mkdtemp(prefix=f".{final.name}.", suffix=".part", dir=final.parent))
     try:
-        yield partial
-        partial.chmod(0o777 & ~_umask())
-        for file in partial.rglob("*"):
-            # safetensors makes its files private, too; a server often runs as another user.
-            if file.is_file() and not file.is_symlink():
-                file.chmod(0o666 & ~_umask())
-        partial.replace(final)
+        with _named(final):
+            yield partial
+            partial.chmod(0o777 & ~_umask())
+            for file in partial.rglob("*"):
+                # safetensors makes its files private, too; a server often runs as another user.
+                if file.is_file() and not file.is_symlink():
+                    file.chmod(0o666 & ~_umask())
+            partial.replace(final)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+@contextmanager
+def _named(final: Path) -> Iterator[None]:
+    """Have errors of the disk name what was to be written: a failed write names nothing, others the temporary path."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None or ".part" in str(error.filename):
+            error.filename = str(final)
+        raise
+
+
+@contextmanager
+def exclusive(path: str | Path, what: str) -> Iterator[None]:
+    """Hold the lock file `path`, which ends with the process however that ends; refuse where another holds it.
+
+    Args:
+        path: is created and stays.
+        what: the holder does, for the error: "training into this folder".
+    """
+    file = Path(path)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with file.open("a", encoding="utf-8") as held:
+        try:
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(
+                f"another process is {what}", where=file.parent, remedy="wait for it, stop it, or choose another folder"
+            ) from None
+        yield
 
 
 def _umask() -> int:
@@ -123,7 +159,7 @@ def read_jsonl(path: str | Path) -> Iterator[tuple[int, Any]]:
 
 def append_jsonl(path: str | Path, value: Any) -> None:
     """Append one line in a single write, so that a kill leaves whole lines but for the last one at worst."""
-    with Path(path).open("a", encoding="utf-8") as file:
+    with _named(Path(path)), Path(path).open("a", encoding="utf-8") as file:
         file.write(json.dumps(value, ensure_ascii=False) + "\n")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 import sys
 from collections.abc import Sequence
@@ -24,6 +25,21 @@ COMMANDS: tuple[ModuleType, ...] = (
     export,
     prove,
 )
+
+_FULL = "free some space and run the same command again: what was written before is whole"
+_CLOSED = "change its permissions, or choose another folder"
+_IN_THE_WAY = "move away what is there, or choose another path"
+# What a disk may answer to any command, wherever it writes. Other errors of the system are faults of ours.
+_REMEDIES = {
+    errno.ENOSPC: _FULL,
+    errno.EDQUOT: _FULL,
+    errno.EACCES: _CLOSED,
+    errno.EPERM: _CLOSED,
+    errno.EROFS: _CLOSED,
+    errno.EEXIST: _IN_THE_WAY,
+    errno.ENOTDIR: _IN_THE_WAY,
+    errno.EISDIR: _IN_THE_WAY,
+}
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -53,6 +69,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # The reader (`| head`) is gone; keep the interpreter from complaining when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except OSError as error:
+        if error.errno not in _REMEDIES:
+            raise
+        _print_error(UserError(str(error.strerror), where=error.filename, remedy=_REMEDIES[error.errno]))
+        return 2
 
 
 def _print_error(error: UserError) -> None:

@@ -122,9 +122,16 @@ def _settled(folder: str | Path) -> Path:
 
 
 def _write(folder: Path, tensors: dict[str, Tensor], meta: dict[str, Any]) -> None:
-    with atomic_folder(folder) as partial:
-        save_file(tensors, partial / WEIGHTS, metadata={"format": "pt", "family": str(meta["family"])})
-        write_json(partial / META, meta)
+    try:
+        with atomic_folder(folder) as partial:
+            save_file(tensors, partial / WEIGHTS, metadata={"format": "pt", "family": str(meta["family"])})
+            write_json(partial / META, meta)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(
+            f"cannot be written: {error}",
+            where=folder,
+            remedy="free some space and run the same command again: the draft before is whole",
+        ) from error
 
 
 def _ready(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:

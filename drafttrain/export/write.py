@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from drafttrain.drafters.saving import find_draft
@@ -71,6 +72,8 @@ def export_draft(
         CheckpointError: no finished draft, or a damaged one.
     """
     chosen = [_engine(name) for name in dict.fromkeys(engines)]
+    if not chosen:
+        raise ExportError("no engine is named", where="--to", remedy=f"known are {', '.join(ENGINES)}")
     draft = find_draft(run)
     source = draft if draft == Path(run) and not (draft.parent / RESOLVED).exists() else draft.parent
     recipe = load_recipe(source) if (source / RESOLVED).exists() else None
@@ -139,5 +142,5 @@ def _write(folder: Path, ir: DraftIR, layout: Layout, card: str) -> None:
             write_json(partial / CONFIG, layout.config)
             (partial / "README.md").write_text(card, encoding="utf-8")
             verify_export(partial, ir, layout, shown=folder)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         raise UserError(f"cannot be written: {error}", where=folder, remedy="free some space or give --out") from None

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
+from accelerate import Accelerator
 from rich.console import Console
 
 from drafttrain.drafters.saving import save_draft
 from drafttrain.errors import RecipeError
+from drafttrain.files import exclusive
 from drafttrain.recipe.build import RunParts, build_run
 from drafttrain.recipe.load import save_recipe
 from drafttrain.recipe.provenance import collect_provenance, record_provenance
@@ -21,6 +24,7 @@ from drafttrain.training.metrics import MetricsLog
 from drafttrain.training.progress import ConsoleReporter, ProgressLine
 from drafttrain.training.trainer import Resume, Trainer, TrainParts, TrainResult
 
+LOCK = ".lock"
 FINAL, BEST = "draft", "best"
 """Folders of a run: the draft after the last step, and the one with the longest acceptance measured."""
 
@@ -40,6 +44,14 @@ def train_recipe(recipe: Recipe, resume: Resume, console: Console) -> TrainResul
     if recipe.training.num_threads is not None:
         torch.set_num_threads(recipe.training.num_threads)
     accelerator = make_accelerator()
+    folder = Path(recipe.run_folder)
+    # Two runs in one folder would remove each other's half-written shards and checkpoints.
+    alone = exclusive(folder / LOCK, "training into this folder") if accelerator.is_main_process else nullcontext()
+    with alone:
+        return _train(recipe, resume, console, accelerator)
+
+
+def _train(recipe: Recipe, resume: Resume, console: Console, accelerator: Accelerator) -> TrainResult:
     main = accelerator.is_main_process
     folder = Path(recipe.run_folder)
     report = ConsoleReporter(console, quiet=not main)

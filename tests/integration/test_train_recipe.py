@@ -18,6 +18,8 @@ import yaml
 from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from drafttrain.files import exclusive
+from drafttrain.training.run import LOCK
 from tests.chats import CHATML, chat_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -223,6 +225,17 @@ def test_two_ranks_train_like_one(world: Path, family: str) -> None:
         assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-2)
     ours, theirs = load_file(one / "draft/model.safetensors"), load_file(two / "draft/model.safetensors")
     assert ours.keys() == theirs.keys()
+
+
+def test_a_second_run_in_one_folder_is_refused(world: Path) -> None:
+    path = recipe(world, world / "shared")
+    with exclusive(world / "shared" / LOCK, "testing"):
+        done = subprocess.run(
+            command(str(path)), env=environment(world), capture_output=True, text=True, timeout=400, cwd=world
+        )
+    assert done.returncode == 2
+    assert "another process is training into this folder" in " ".join(done.stderr.split())
+    assert [file.name for file in (world / "shared").iterdir()] == [LOCK]
 
 
 def test_asking_for_zero_is_refused(world: Path) -> None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import errno
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
 from drafttrain.cli import main as command_line
 from drafttrain.errors import RecipeError
+from drafttrain.files import atomic_file, write_json
 
 
 @pytest.fixture
@@ -52,6 +55,30 @@ def test_an_interrupt_is_130(
 
     assert run(interrupted) == 130
     assert capsys.readouterr().err == "interrupted\n"
+
+
+def test_a_disk_that_is_full_or_closed_is_one_error(
+    run: Callable[[Callable[[], int | None]], int], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    def full() -> None:
+        with atomic_file(tmp_path / "x.json") as partial, partial.open("w"):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    assert run(full) == 2
+    assert capsys.readouterr().err.startswith(f"error: {tmp_path}/x.json: No space left on device\n  free some space")
+    (tmp_path / "file").touch()
+
+    def in_the_way() -> None:
+        write_json(tmp_path / "file/x.json", {})
+
+    assert run(in_the_way) == 2
+    assert "error: " in capsys.readouterr().err
+
+    def vanished() -> None:
+        raise FileNotFoundError(errno.ENOENT, "No such file or directory", "x")
+
+    with pytest.raises(FileNotFoundError):
+        run(vanished)
 
 
 def test_a_fault_of_ours_keeps_its_traceback(run: Callable[[Callable[[], int | None]], int]) -> None:

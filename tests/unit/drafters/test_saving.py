@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from drafttrain.drafters.build import build_drafter, new_vocab_map
@@ -114,6 +115,20 @@ def test_replace_swaps_and_existing_folders_are_kept_without_it(tmp_path: Path) 
     (tmp_path / "d").rename(tmp_path / ".d.old")
     assert torch.equal(load_draft(tmp_path / "d")[0].state_dict()["fc.weight"], second.state_dict()["fc.weight"])
     save_draft(tmp_path / "d", first, target=TARGET, replace=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["d"]
+
+
+def test_a_full_disk_leaves_the_draft_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = _draft("eagle1", 1)
+    save_draft(tmp_path / "d", first, target=TARGET)
+
+    def full(*_: object, **__: object) -> None:
+        raise SafetensorError("No space left on device")
+
+    monkeypatch.setattr("drafttrain.drafters.saving.save_file", full)
+    with pytest.raises(CheckpointError, match="No space left"):
+        save_draft(tmp_path / "d", _draft("eagle1", 2), target=TARGET, replace=True)
+    assert torch.equal(load_draft(tmp_path / "d")[0].state_dict()["fc.weight"], first.state_dict()["fc.weight"])
     assert [path.name for path in tmp_path.iterdir()] == ["d"]
 
 
