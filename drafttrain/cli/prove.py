@@ -48,7 +48,7 @@ def register(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], help="of target and draft; default: the recipe's")
     parser.add_argument("--prompts", default=PROMPTS, metavar="SOURCE", help=f"a prompt file; default: {PROMPTS}")
     parser.add_argument("--limit", type=positive, default=8, metavar="N", help="prompts, over all categories (8)")
-    parser.add_argument("--max-new-tokens", type=positive, default=64, metavar="N", help="of each answer (64)")
+    parser.add_argument("--max-new-tokens", type=positive, default=64, metavar="N", help="of an answer (64)")
     parser.add_argument("--k", type=positive, metavar="K", help="draft tokens a round; default: as in the recipe, or 4")
     parser.add_argument("--out", type=Path, metavar="FILE", help=f"default: EXPORT/{RESULT}")
     parser.set_defaults(run=run)
@@ -82,7 +82,9 @@ def run(arguments: argparse.Namespace) -> int:
     draft = find_draft(source)
     check_target(read_meta(draft), target.identity.to_dict(), where=draft)
     prompts = _prompts(arguments, target, {} if recipe is None else recipe.data.template_kwargs)
-    console.print(f"{len(prompts)} prompts, {arguments.max_new_tokens} tokens each, in the bundled engine and in vLLM")
+    console.print(
+        f"{len(prompts)} prompts, up to {arguments.max_new_tokens} tokens each, in the bundled engine and in vLLM"
+    )
     proof = prove_export(
         arguments.export,
         source,
@@ -91,6 +93,7 @@ def run(arguments: argparse.Namespace) -> int:
         prompts,
         k=k,
         max_new_tokens=arguments.max_new_tokens,
+        stop_ids=target.stop_ids,
         environment=environment,
     )
     _show(console, proof)

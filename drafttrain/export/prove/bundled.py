@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 
 from drafttrain.drafters.base import Drafter
@@ -29,17 +29,25 @@ def room(k: int) -> int:
 
 
 def run_bundled(
-    target: CausalLM, drafter: Drafter, prompts: Sequence[Sequence[int]], k: int, max_new_tokens: int, rows: int
+    target: CausalLM,
+    drafter: Drafter,
+    prompts: Sequence[Sequence[int]],
+    *,
+    k: int,
+    max_new_tokens: int,
+    rows: int,
+    stop_ids: Set[int] = frozenset(),
 ) -> BundledRun:
-    """Generate greedily, without stop tokens.
+    """Generate greedily.
 
     A server drafts k tokens in every round, also where fewer are still wanted, and counts what it accepts behind the
-    end. So each request runs a round further than it is asked for, and what begins behind the end is left out.
+    end. So each request runs on behind its end here, and rounds that begin there are left out.
 
     Args:
         drafter: bound to `target`.
         k: draft tokens a round.
         rows: requests decoded together.
+        stop_ids: tokens that end an output and are its last.
 
     Raises:
         EngineError: prompts that leave no room in the target's context.
@@ -53,20 +61,27 @@ def run_bundled(
             remedy="shorten the prompts, or give a smaller --max-new-tokens",
         )
     requests = [Request(str(i), list(ids), max_new_tokens + room(k)) for i, ids in enumerate(prompts)]
-    outputs = [completion.tokens[:max_new_tokens] for completion in engine.generate(requests)]
-    return BundledRun(outputs, server_counts(engine.records, k, max_new_tokens))
+    outputs = [_ended(completion.tokens[:max_new_tokens], stop_ids) for completion in engine.generate(requests)]
+    ends = {request.id: len(output) for request, output in zip(requests, outputs, strict=True)}
+    return BundledRun(outputs, server_counts(engine.records, k, ends))
 
 
-def server_counts(records: Sequence[RoundRecord], k: int, max_new_tokens: int) -> Counters:
-    """Counters over the rounds that begin before `max_new_tokens` are there.
+def _ended(tokens: list[int], stop_ids: Set[int]) -> list[int]:
+    end = next((i + 1 for i, token in enumerate(tokens) if token in stop_ids), len(tokens))
+    return tokens[:end]
+
+
+def server_counts(records: Sequence[RoundRecord], k: int, ends: Mapping[str, int]) -> Counters:
+    """Counters over the rounds that begin before the end of their request's output.
 
     Args:
         records: of requests that ran on for at least `room(k)` tokens, each request's in order.
+        ends: request -> length of its output.
     """
     emitted: dict[str, int] = defaultdict(lambda: 1)  # the prefill's
     per_position, drafts, proposed = [0] * k, 0, 0
     for record in records:
-        if emitted[record.request] < max_new_tokens:
+        if emitted[record.request] < ends[record.request]:
             drafts += 1
             proposed += record.proposed
             for depth in range(record.accepted):

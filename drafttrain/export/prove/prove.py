@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,7 @@ def prove_export(
     *,
     k: int,
     max_new_tokens: int,
+    stop_ids: Set[int] = frozenset(),
     environment: ServerEnvironment | None = None,
 ) -> Proof:
     """Replay prompts greedily in vLLM with and without the draft, and in the bundled engine, and compare.
@@ -47,6 +48,7 @@ def prove_export(
         prompts: token ids.
         k: draft tokens a round.
         max_new_tokens: of each output.
+        stop_ids: tokens that end an output.
         environment: of the server; default: the cached one, made when it is missing.
 
     Raises:
@@ -54,10 +56,12 @@ def prove_export(
         ServerError: the server refuses target or draft.
     """
     ir = check_export(export, run)
-    bundled = bundled_run(ir, run, target, prompts, k=k, max_new_tokens=max_new_tokens)
+    bundled = bundled_run(ir, run, target, prompts, k=k, max_new_tokens=max_new_tokens, stop_ids=stop_ids)
     environment = environment or vllm_environment()
     runs = {PLAIN: None, _DRAFT: speculative_config(ir, export, k)}
-    found = server_runs(environment, target, target_folder, prompts, runs, k=k, max_new_tokens=max_new_tokens)
+    found = server_runs(
+        environment, target, target_folder, prompts, runs, k=k, max_new_tokens=max_new_tokens, stop_ids=stop_ids
+    )
     done = {}
     for name, result in found.items():
         if isinstance(result, ServerError):
@@ -148,12 +152,13 @@ def bundled_run(
     *,
     k: int,
     max_new_tokens: int,
+    stop_ids: Set[int] = frozenset(),
 ) -> BundledRun:
     """The bundled engine with the run's draft, its weights rounded as those of the export are."""
     drafter, _ = load_draft(find_draft(run), target.device, ir.dtype)
     drafter = drafter.to(target.dtype)
     drafter.bind(target.embedding_weight, target.head())
-    return run_bundled(target, drafter, prompts, k, max_new_tokens, _ROWS)
+    return run_bundled(target, drafter, prompts, k=k, max_new_tokens=max_new_tokens, rows=_ROWS, stop_ids=stop_ids)
 
 
 def server_runs(
@@ -165,11 +170,12 @@ def server_runs(
     *,
     k: int,
     max_new_tokens: int,
+    stop_ids: Set[int] = frozenset(),
 ) -> dict[str, ServerRun | ServerError]:
     """The runs in a server whose context has room for the rounds at the end."""
     length = max(map(len, prompts)) + max_new_tokens + room(k)
     options = vllm_options(target_folder, _name(target.dtype), length, _ROWS)
-    return run_vllm(environment, options, prompts, max_new_tokens, runs)
+    return run_vllm(environment, options, prompts, max_new_tokens, runs, stop_ids)
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -6,7 +6,7 @@ import os
 import signal
 import subprocess
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -93,20 +93,28 @@ def run_vllm(
     prompts: Sequence[Sequence[int]],
     max_new_tokens: int,
     runs: Mapping[str, Mapping[str, Any] | None],
+    stop_ids: Iterable[int] = (),
     timeout_s: float = 1200,
 ) -> dict[str, ServerRun | ServerError]:
-    """Generate greedily once for each of `runs`, end-of-sequence tokens ignored.
+    """Generate greedily once for each of `runs`.
 
     Args:
         options: of `vllm_options`.
         prompts: token ids.
         runs: name -> `speculative_config`, or None for plain decoding.
+        stop_ids: tokens that end an output and are its last; no others do.
         timeout_s: for each run.
 
     Returns:
         what came of each run; an error, with the server's own message, where it refused the model or the draft.
     """
-    job = {"engine": options, "prompts": prompts, "max_new_tokens": max_new_tokens, "runs": runs}
+    job = {
+        "engine": options,
+        "prompts": prompts,
+        "max_new_tokens": max_new_tokens,
+        "stop_ids": sorted(stop_ids),
+        "runs": runs,
+    }
     with tempfile.TemporaryDirectory(prefix="drafttrain-prove-") as scratch:
         folder, log = Path(scratch), Path(scratch) / "server.log"
         write_json(folder / "job.json", job)

@@ -4,7 +4,7 @@ A script, not a module of the package: nothing of drafttrain can be imported her
 
     python -P vllm_worker.py JOB.json FOLDER
 
-JOB holds `engine` (arguments of `vllm.LLM`), `prompts` (token ids), `max_new_tokens` and `runs` (name ->
+JOB holds `engine` (arguments of `vllm.LLM`), `prompts` (token ids), `max_new_tokens`, `stop_ids` and `runs` (name ->
 `speculative_config` or null). For each run `FOLDER/<name>.json` is written, with `outputs`, `gaps` and `counters`, or
 with `error`; what the server says goes to `FOLDER/<name>.log`.
 """
@@ -54,7 +54,8 @@ def _run(vllm: Any, job: dict[str, Any], speculative: dict[str, Any] | None) -> 
         params = vllm.SamplingParams(
             temperature=0.0,
             max_tokens=job["max_new_tokens"],
-            ignore_eos=True,
+            stop_token_ids=job["stop_ids"],
+            ignore_eos=True,  # of what the server finds by itself
             detokenize=False,
             logprobs=2 if speculative is None else None,
         )

@@ -39,10 +39,11 @@ def record(request: str, accepted: int, proposed: int = 3) -> RoundRecord:
 def test_rounds_that_begin_behind_the_end_do_not_count() -> None:
     # The prefill gives one token, the rounds 3, 1 and 4: of six tokens, the last round is begun at five.
     records = [record("a", 2), record("a", 0), record("a", 3), record("a", 3), record("b", 1), record("b", 3)]
-    counts = server_counts(records, 3, 6)
+    counts = server_counts(records, 3, {"a": 6, "b": 6})
     assert counts == Counters(drafts=5, proposed=15, accepted=9, per_position=[4, 3, 2])
     assert counts.mean_length == 1 + 9 / 5
-    assert server_counts(records, 3, 1).drafts == 0
+    assert server_counts(records, 3, {"a": 1, "b": 0}).drafts == 0
+    assert server_counts(records, 3, {"a": 6, "b": 3}).drafts == 4
 
 
 @pytest.mark.parametrize("new_tokens", [1, 2, 9])
@@ -55,6 +56,17 @@ def test_a_draft_that_is_its_target_has_every_token_accepted(new_tokens: int) ->
     rounds = -(-(new_tokens - 1) // 4) * len(RAGGED_PROMPTS)
     assert found.counters == Counters(rounds, 3 * rounds, 3 * rounds, [rounds] * 3)
     assert all(len(output) == new_tokens for output in found.outputs)
+
+
+def test_an_output_ends_with_a_stop_token() -> None:
+    target = tiny_target()
+    draft = new_draft(DraftLMConfig(layers=(0,)), target)
+    whole = run_bundled(target, draft, RAGGED_PROMPTS, k=3, max_new_tokens=12, rows=4)
+    stop = whole.outputs[0][5]
+    ended = run_bundled(target, draft, RAGGED_PROMPTS, k=3, max_new_tokens=12, rows=4, stop_ids={stop})
+    for long, short in zip(whole.outputs, ended.outputs, strict=True):
+        assert short == (long[: long.index(stop) + 1] if stop in long else long)
+    assert ended.counters.drafts < whole.counters.drafts
 
 
 def test_a_context_without_room_is_refused() -> None:
