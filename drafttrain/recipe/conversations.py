@@ -12,8 +12,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from drafttrain.corpus.answers import (
     AnswerSource,
     Regenerated,
@@ -33,7 +31,7 @@ from drafttrain.corpus.readers import (
 )
 from drafttrain.corpus.types import Conversation, Prompt, Reject, TokenGenerator
 from drafttrain.engine.generation import TargetGenerator
-from drafttrain.errors import DataError, TargetError, UserError
+from drafttrain.errors import DataError, UserError
 from drafttrain.files import atomic_file, find_resource, read_json, read_jsonl, sha256_file, write_json
 from drafttrain.modeling.causal_lm import CausalLM
 from drafttrain.recipe.schema import Recipe
@@ -56,19 +54,7 @@ class InProcess:
 
     @staticmethod
     def of(target: CausalLM, batch_size: int) -> InProcess:
-        """A loaded target on the bundled engine, `batch_size` sequences at a time.
-
-        Raises:
-            TargetError: its forward is not finite, so that it would write one token for ever.
-        """
-        with torch.no_grad():
-            final = target(torch.arange(min(8, target.vocab_size), device=target.device)[None]).final
-        if not bool(torch.isfinite(final).all()):
-            raise TargetError(
-                f"its forward gives NaN or Inf in {str(target.dtype).removeprefix('torch.')}",
-                where="target.model",
-                remedy="its weights are damaged, or overflow this dtype: try target.dtype bfloat16 or float32",
-            )
+        """A loaded target on the bundled engine, `batch_size` sequences at a time."""
         context = getattr(target.config, "max_position_embeddings", None)
         return InProcess(TargetGenerator(target, batch_size), context)
 

@@ -33,7 +33,8 @@ def load_target(config: TargetConfig) -> TargetModel:
     """Load weights and tokenizer, frozen, on the device asked for.
 
     Raises:
-        TargetError: not found, unreadable, an unsupported architecture, or remote code without leave.
+        TargetError: not found, unreadable, an unsupported architecture, remote code without leave, or a forward
+            that is not finite.
     """
     from transformers import AutoModelForCausalLM
 
@@ -59,7 +60,22 @@ def load_target(config: TargetConfig) -> TargetModel:
         hidden_size=int(hf.config.get_text_config().hidden_size),
         n_layers=int(hf.config.get_text_config().num_hidden_layers),
     )
-    return TargetModel(hf, tokenizer, identity)
+    target = TargetModel(hf, tokenizer, identity)
+    _require_finite(target, config)
+    return target
+
+
+def _require_finite(target: TargetModel, config: TargetConfig) -> None:
+    """A target of NaN says one token for ever, which a draft learns at once: it would be measured as a triumph."""
+    ids = torch.arange(min(8, target.vocab_size), device=target.device)[None]
+    with torch.no_grad():
+        final = target(ids).final
+    if not bool(torch.isfinite(final).all()):
+        raise TargetError(
+            f"its forward gives NaN or Inf in {config.dtype}",
+            where=config.model,
+            remedy="its weights are damaged, or overflow this dtype: try target.dtype bfloat16 or float32",
+        )
 
 
 def load_tokenizer(config: TargetConfig) -> Any:

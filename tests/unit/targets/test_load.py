@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from drafttrain.errors import TargetError
 from drafttrain.targets.config import TargetConfig
@@ -90,6 +91,15 @@ def test_errors_say_what_to_do(tmp_path: Path) -> None:
         file.unlink()
     with pytest.raises(TargetError, match="cannot load its tokenizer"):
         load_target(_config(bare))
+
+
+def test_a_target_that_gives_nan_is_refused(tmp_path: Path) -> None:
+    folder = _save(tmp_path / "target")
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.norm.weight"][0] = float("nan")
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(TargetError, match="forward gives NaN or Inf in float32"):
+        load_target(_config(folder))
 
 
 @pytest.mark.parametrize("device", ["cuda:99", "nothing"])
