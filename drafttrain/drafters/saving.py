@@ -234,8 +234,7 @@ def read_draft(folder: str | Path) -> tuple[Drafter, DraftMeta, dict[str, Tensor
         CheckpointError: missing, truncated or foreign files.
     """
     meta, tensors = read_meta(folder), _read_tensors(folder)
-    vocab_map = _map_of(tensors, meta, folder)
-    twin = drafter_class(meta.family).from_saved(meta.config, meta.arch, vocab_map, "meta")
+    twin = _built(meta, _map_of(tensors, meta, folder), "meta", folder)
     check_state(twin, tensors, folder)
     return twin, meta, tensors
 
@@ -252,11 +251,21 @@ def load_draft(
         CheckpointError: missing, truncated or foreign files.
     """
     meta, tensors = read_meta(folder), _read_tensors(folder)
-    vocab_map = _map_of(tensors, meta, folder)
-    drafter = drafter_class(meta.family).from_saved(meta.config, meta.arch, vocab_map, device)
+    drafter = _built(meta, _map_of(tensors, meta, folder), device, folder)
     _fill(drafter, tensors, folder)
     stored = next(t.dtype for t in tensors.values() if t.is_floating_point())
     return drafter.to(dtype or stored).eval(), meta
+
+
+def _built(meta: DraftMeta, vocab_map: VocabMap, device: torch.device | str | None, where: str | Path) -> Drafter:
+    try:
+        return drafter_class(meta.family).from_saved(meta.config, meta.arch, vocab_map, device)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        place = ".".join(("arch", *map(str, first["loc"])))
+        raise CheckpointError(
+            f"not a valid draft description: {place}: {first['msg']}", where=Path(where) / META
+        ) from None
 
 
 def _read_tensors(folder: str | Path) -> dict[str, Tensor]:
@@ -270,16 +279,25 @@ def _read_tensors(folder: str | Path) -> dict[str, Tensor]:
             remedy="drafts are stored as safetensors; pickled files are not read",
         ) from None
     except SafetensorError as error:
-        raise CheckpointError(f"damaged or truncated: {error}", where=path) from None
+        raise CheckpointError(
+            f"damaged or truncated: {error}",
+            where=path,
+            remedy="copy it again, or run the training command again: it saves the draft anew from the last checkpoint",
+        ) from None
 
 
 def _map_of(tensors: Mapping[str, Tensor], meta: DraftMeta, where: str | Path) -> VocabMap:
     if "d2t" not in tensors:
         return VocabMap.full(meta.vocab_size)
     try:
-        return VocabMap(tensors["d2t"], tensors["t2d"])
+        found = VocabMap(tensors["d2t"], tensors["t2d"])
     except (KeyError, ValueError) as error:
         raise CheckpointError(f"bad vocabulary map: {error}", where=where) from None
+    if found.vocab_size != meta.vocab_size:
+        raise CheckpointError(
+            f"the vocabulary map is over {found.vocab_size} tokens, {META} says {meta.vocab_size}", where=where
+        )
+    return found
 
 
 def _fill(drafter: Drafter, tensors: dict[str, Tensor], where: str | Path) -> None:

@@ -20,6 +20,7 @@ from drafttrain.drafters.saving import (
     WEIGHTS,
     check_target,
     load_draft,
+    read_draft,
     read_meta,
     save_draft,
     saved_vocab_map,
@@ -116,6 +117,19 @@ def test_replace_swaps_and_existing_folders_are_kept_without_it(tmp_path: Path) 
     assert torch.equal(load_draft(tmp_path / "d")[0].state_dict()["fc.weight"], second.state_dict()["fc.weight"])
     save_draft(tmp_path / "d", first, target=TARGET, replace=True)
     assert [path.name for path in tmp_path.iterdir()] == ["d"]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [({"arch": {}}, r"draft.json: not a valid draft description: arch\."), ({"vocab_size": 7}, "draft.json says 7")],
+)
+def test_a_description_that_is_not_the_draft(change: dict[str, Any], message: str, tmp_path: Path) -> None:
+    save_draft(tmp_path / "d", _draft("eagle3"), target=TARGET)
+    file = tmp_path / "d" / "draft.json"
+    write_json(file, {**read_json(file), **change})
+    for read in (load_draft, read_draft):
+        with pytest.raises(CheckpointError, match=message):
+            read(tmp_path / "d")
 
 
 def test_a_full_disk_leaves_the_draft_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
