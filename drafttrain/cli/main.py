@@ -56,7 +56,13 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command. Returns the exit status: 0, 2 for a user's error, 130 when interrupted."""
-    parsed = build_parser().parse_args(arguments)
+    parser = build_parser()
+    parsed, behind = parser.parse_known_args(arguments)
+    if behind:
+        # argparse ends a list of words at the first option; overrides behind one are meant all the same.
+        if not hasattr(parsed, "overrides") or any(word.startswith("-") or "=" not in word for word in behind):
+            parser.error(f"unrecognized arguments: {' '.join(behind)}")
+        parsed.overrides = [*parsed.overrides, *behind]
     try:
         return int(parsed.run(parsed) or 0)
     except UserError as error:

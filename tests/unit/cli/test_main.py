@@ -81,6 +81,15 @@ def test_a_disk_that_is_full_or_closed_is_one_error(
         run(vanished)
 
 
+def test_overrides_may_stand_behind_options(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "x.yaml").write_text("name: x")
+    assert command_line.main(["train", str(tmp_path / "x.yaml"), "name=y", "--resume", "never", "seed=-1"]) == 2
+    assert "seed (override seed=-1): got -1" in capsys.readouterr().err
+    for wrong in (["train", "x.yaml", "--resum3", "never", "a=1"], ["train", "x.yaml", "--resume", "never", "word"]):
+        with pytest.raises(SystemExit):
+            command_line.main(wrong)
+
+
 def test_a_fault_of_ours_keeps_its_traceback(run: Callable[[Callable[[], int | None]], int]) -> None:
     def fails() -> None:
         raise ZeroDivisionError
