@@ -64,11 +64,17 @@ def target_when_needed(recipe: Recipe, console: Console) -> Callable[[], InProce
 
 
 @contextmanager
-def progress_bar(console: Console, what: str) -> Iterator[Callable[[int, int], None]]:
-    """A bar that is told (done, all)."""
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+def progress_bars(console: Console) -> Iterator[Callable[[str, int, int], None]]:
+    """A bar for each task; told (what, done, all)."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
-    columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console) as bar:
-        task = bar.add_task(what, total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console) as bars:
+        tasks: dict[str, TaskID] = {}
+
+        def tell(what: str, done: int, total: int) -> None:
+            if what not in tasks:
+                tasks[what] = bars.add_task(what)
+            bars.update(tasks[what], completed=done, total=total)
+
+        yield tell

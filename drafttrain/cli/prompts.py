@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from drafttrain.cli.common import Subparsers, add_recipe, chat_of, recipe_of, target_when_needed
+from drafttrain.cli.common import Subparsers, add_recipe, chat_of, progress_bars, recipe_of, target_when_needed
 
 
 def register(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
@@ -34,14 +34,16 @@ def run(arguments: argparse.Namespace) -> int:
     console = Console()
     chat, target = chat_of(recipe), target_when_needed(recipe, console)
     if arguments.out is None:
-        prompts = prepare_prompts(recipe, chat, target)
+        with progress_bars(console) as progress:
+            prompts = prepare_prompts(recipe, chat, target, progress)
         path = ConversationFiles.of(recipe).prompts
         for line in what_was_left_out(recipe):
             console.print(line, markup=False, soft_wrap=True)
     else:
         from drafttrain.corpus.readers import write_prompts
 
-        found = collect(recipe, chat, target)
+        with progress_bars(console) as progress:
+            found = collect(recipe, chat, target, progress)
         for reason, count in Counter(reject.reason for reject in found.rejects).most_common():
             console.print(f"refused {count}: {reason}", markup=False)
         prompts, path = found.items, arguments.out

@@ -8,7 +8,7 @@ from drafttrain.cli.common import (
     Subparsers,
     add_recipe,
     chat_of,
-    progress_bar,
+    progress_bars,
     recipe_of,
     target_when_needed,
 )
@@ -44,7 +44,7 @@ def run(arguments: argparse.Namespace) -> int:
             remedy="give data.prompts in its place",
         )
     console = Console()
-    with progress_bar(console, "answers") as progress:
+    with progress_bars(console) as progress:
         report = answer_prompts(recipe, chat_of(recipe), target_when_needed(recipe, console), progress)
     for reason, count in Counter(reject.reason for reject in report.rejects).most_common():
         console.print(f"no answer for {count}: {reason}", markup=False)

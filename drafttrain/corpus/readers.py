@@ -54,11 +54,13 @@ def collect_prompts(
     *,
     chat: ChatRenderer | None = None,
     generator: TokenGenerator | None = None,
+    progress: Callable[[int, int], None] | None = None,
 ) -> ReadResult[Prompt]:
     """Prompts of all sources in order, with ids that are unique among them.
 
     Args:
         chat, generator: needed for `self` sources only.
+        progress: told (done, all) of each `self` source.
     """
     result = ReadResult[Prompt]()
     for source in sources:
@@ -78,6 +80,7 @@ def collect_prompts(
             temperature=source.temperature,
             top_p=source.top_p,
             max_new_tokens=source.max_new_tokens,
+            progress=progress,
         )
     used: set[str] = set()
     result.items = [

@@ -6,6 +6,7 @@ import logging
 import re
 import zlib
 from collections import Counter
+from collections.abc import Callable
 
 from drafttrain.corpus.chat import ChatRenderer
 from drafttrain.corpus.types import Prompt, TokenGenerator
@@ -37,11 +38,15 @@ def synthesise(
     temperature: float = 1.0,
     top_p: float = 0.95,
     max_new_tokens: int = 96,
+    progress: Callable[[int, int], None] | None = None,
 ) -> list[Prompt]:
     """Let the model write `count` distinct user turns.
 
     Turns that are unfinished, too short, without a letter, repetitive, or seen before are replaced by
     further draws. The result depends on the arguments and the generator alone.
+
+    Args:
+        progress: told (turns drawn, at most `count`, and `count`).
 
     Raises:
         DataError: the model gives next to nothing new, long before `count` is reached.
@@ -54,18 +59,20 @@ def synthesise(
     while len(prompts) < count:
         missing = count - len(prompts)
         wanted = missing + missing // 8 + 4
-        drawn = dict(
-            generator.generate(
-                [opening] * wanted,
-                max_new_tokens=max_new_tokens,
-                temperature=temperature,
-                top_p=top_p,
-                top_k=0,
-                seed=seed + draw,
-                stop=chat.stop_ids,
-            )
-        )
         before = len(prompts)
+        drawn: dict[int, list[int]] = {}
+        for index, tokens in generator.generate(
+            [opening] * wanted,
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            top_p=top_p,
+            top_k=0,
+            seed=seed + draw,
+            stop=chat.stop_ids,
+        ):
+            drawn[index] = tokens
+            if progress is not None:
+                progress(min(before + len(drawn), count), count)
         for index in range(wanted):
             tokens = drawn[index]
             text, finished = chat.answer_text(tokens, max_new_tokens)

@@ -124,9 +124,7 @@ def prepare_corpus(
     def writer() -> InProcess:
         return InProcess.of(target, data.answers.batch_size)
 
-    conversations = prepare_conversations(
-        recipe, chat, writer, lambda done, total: report.progress("answers", done, total)
-    )
+    conversations = prepare_conversations(recipe, chat, writer, report.progress)
     for line in what_was_left_out(recipe):
         report.say(line)
     # Answers lie in the order in which they were finished, which a resumed run does not repeat.

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +37,8 @@ from drafttrain.files import atomic_file, find_resource, read_json, read_jsonl, 
 from drafttrain.modeling.causal_lm import CausalLM
 from drafttrain.recipe.schema import Recipe
 
-Progress = Callable[[int, int], None]
-"""Called with (done, all) conversations."""
+Progress = Callable[[str, int, int], None]
+"""Called with (what: "prompts" or "answers", done, all)."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +91,9 @@ class ConversationFiles:
         )
 
 
-def prepare_prompts(recipe: Recipe, chat: ChatRenderer, target: Callable[[], InProcess]) -> list[Prompt]:
+def prepare_prompts(
+    recipe: Recipe, chat: ChatRenderer, target: Callable[[], InProcess], progress: Progress | None = None
+) -> list[Prompt]:
     """The recipe's prompts: from disk if collected from the same sources before, else collected and written.
 
     Args:
@@ -110,14 +113,16 @@ def prepare_prompts(recipe: Recipe, chat: ChatRenderer, target: Callable[[], InP
                 where=files.answers.parent,
                 remedy="choose another output_dir, or remove that folder",
             )
-    found = collect(recipe, chat, target)
+    found = collect(recipe, chat, target, progress)
     write_prompts(files.prompts, found.items)
     _write_rejects(files.rejects, found.rejects)
     write_json(files.origin, origin)
     return found.items
 
 
-def collect(recipe: Recipe, chat: ChatRenderer, target: Callable[[], InProcess]) -> ReadResult[Prompt]:
+def collect(
+    recipe: Recipe, chat: ChatRenderer, target: Callable[[], InProcess], progress: Progress | None = None
+) -> ReadResult[Prompt]:
     """The recipe's prompts, read and written anew; nothing is kept on disk.
 
     Args:
@@ -127,7 +132,12 @@ def collect(recipe: Recipe, chat: ChatRenderer, target: Callable[[], InProcess])
     if not sources:
         raise DataError("the recipe has no prompts", where="data.prompts", remedy="it reads data.path instead")
     writes = any(source.source == "self" for source in sources)
-    return collect_prompts(sources, chat=chat, generator=target().generator if writes else None)
+    return collect_prompts(
+        sources,
+        chat=chat,
+        generator=target().generator if writes else None,
+        progress=None if progress is None else partial(progress, "prompts"),
+    )
 
 
 def answer_prompts(
@@ -141,9 +151,10 @@ def answer_prompts(
     Args:
         target: called only if it has to write prompts or answers.
     """
-    prompts = prepare_prompts(recipe, chat, target)
+    prompts = prepare_prompts(recipe, chat, target, progress)
     files = ConversationFiles.of(recipe)
-    report = regenerate(prompts, _answer_source(recipe, chat, target), files.answers, progress=progress)
+    tell = None if progress is None else partial(progress, "answers")
+    report = regenerate(prompts, _answer_source(recipe, chat, target), files.answers, progress=tell)
     _write_rejects(files.unanswered, report.rejects)
     return report
 

@@ -21,6 +21,7 @@ from typing import Any
 
 from drafttrain.errors import TargetError
 from drafttrain.files import atomic_folder, cache_dir, require_free_space, sha256_file
+from drafttrain.targets.quiet import no_bars
 
 NAME = "smollm2-135m"
 DESCRIPTION = "SmolLM2-135M-Instruct, de-quantised from Q4_1 GGUF"
@@ -60,7 +61,7 @@ def _make(folder: Path) -> None:
     with tempfile.TemporaryDirectory(prefix="drafttrain-") as scratch:
         gguf = _fetch(Path(scratch))
         _log.info("converting %s once into %s", NAME, folder)
-        with atomic_folder(folder) as partial:
+        with atomic_folder(folder) as partial, no_bars():
             _convert(gguf, partial)
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +14,7 @@ from drafttrain.targets import embedded
 from drafttrain.targets.config import TargetConfig
 from drafttrain.targets.identity import TargetIdentity, template_hash, tokenizer_hash, weights_fingerprint
 from drafttrain.targets.model import TargetModel, stop_ids
+from drafttrain.targets.quiet import no_bars
 
 _WEIGHTS = ("*.safetensors", "*.bin", "*.gguf")
 
@@ -47,7 +46,7 @@ def load_target(config: TargetConfig) -> TargetModel:
 
         # Without it the weights stay packed: slow forwards, and nothing can be saved.
         options["quantization_config"] = GgufConfig(dequantize=True)
-    with _explained(config, "weights"), _no_bars():
+    with _explained(config, "weights"), no_bars():
         hf: Any = AutoModelForCausalLM.from_pretrained(place.source, **options)
     hf.to(device)
     identity = TargetIdentity(
@@ -179,21 +178,6 @@ def _weight_files(config: TargetConfig, place: _Place, hf: Any) -> list[Path]:
         if files:
             return files
     raise TargetError("no weight files", where=folder, remedy=f"expected one of {', '.join(_WEIGHTS)}")
-
-
-@contextmanager
-def _no_bars() -> Iterator[None]:
-    """transformers draws a bar a second long for each load; progress is the caller's to show."""
-    from transformers.utils import logging as untyped
-
-    logging: Any = untyped
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            logging.enable_progress_bar()
 
 
 class _explained:
