@@ -242,9 +242,7 @@ class Engine:
             tree = tree.first(width)
         return Proposal(proposal.tokens[:, :width], counts, q, proposal.vocab_map, tree)
 
-    def _keep_path(
-        self, path: Tensor, drafts: Tensor, taps: dict[Tap, Tensor]
-    ) -> tuple[Tensor, dict[Tap, Tensor]]:
+    def _keep_path(self, path: Tensor, drafts: Tensor, taps: dict[Tap, Tensor]) -> tuple[Tensor, dict[Tap, Tensor]]:
         """Bring the kept path of each row to the front: in the cache, of the tokens and of the features."""
         self.cache.compact(path)
         each, place = torch.arange(len(path))[:, None], path.to(self.target.device)

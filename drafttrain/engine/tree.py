@@ -89,7 +89,9 @@ class TreeShape:
             raise EngineError(f"a tree of {len(self.parents)} nodes", remedy=f"it has 1 to {MAX_NODES}")
         for node, parent in enumerate(self.parents):
             if not -1 <= parent < node:
-                raise EngineError(f"node {node} of a tree has parent {parent}", remedy="parents are -1 or earlier nodes")
+                raise EngineError(
+                    f"node {node} of a tree has parent {parent}", remedy="parents are -1 or earlier nodes"
+                )
         if any(low > high for low, high in pairwise(self.depths)):
             raise EngineError("the nodes of a tree are not in level order", remedy="use TreeShape.from_parents")
 
@@ -99,7 +101,9 @@ class TreeShape:
         depths: list[int] = []
         for node, parent in enumerate(parents):
             if not -1 <= parent < node:
-                raise EngineError(f"node {node} of a tree has parent {parent}", remedy="parents are -1 or earlier nodes")
+                raise EngineError(
+                    f"node {node} of a tree has parent {parent}", remedy="parents are -1 or earlier nodes"
+                )
             depths.append(1 if parent < 0 else depths[parent] + 1)
         order = sorted(range(len(parents)), key=depths.__getitem__)
         number = {node: place for place, node in enumerate(order)} | {-1: -1}

@@ -42,7 +42,7 @@ class StaticKVCache(Cache):
         super().__init__(layers=[])
         self.rows, self.length = rows, length
         self.device = torch.device(device)
-        # Layers of one shape share a tensor [layers, 2, rows, Hkv, length, D]: moving tokens is one copy for all of them.
+        # Layers of one shape share a tensor [layers, 2, rows, Hkv, length, D]: tokens move in one copy for all.
         shapes = list(zip(heads, dims, strict=True))
         members = {shape: [i for i, other in enumerate(shapes) if other == shape] for shape in dict.fromkeys(shapes)}
         self._stores = [

@@ -45,7 +45,9 @@ def build_proposer(
         EngineError: the draft cannot propose this tree.
     """
     if sampled and not isinstance(tree, TreeShape):
-        raise EngineError("children are sampled in static trees only", remedy="give a TreeShape, or leave out `sampled`")
+        raise EngineError(
+            "children are sampled in static trees only", remedy="give a TreeShape, or leave out `sampled`"
+        )
     if isinstance(drafter, EagleDrafter):
         return EagleProposer(drafter, name, tree, sampled)
     if isinstance(drafter, MedusaDrafter):
