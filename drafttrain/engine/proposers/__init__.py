@@ -12,6 +12,7 @@ from drafttrain.engine.proposers.eagle import EagleProposer
 from drafttrain.engine.proposers.medusa import MedusaProposer
 from drafttrain.engine.proposers.ngram import NGramProposer
 from drafttrain.engine.proposers.oracle import OracleProposer
+from drafttrain.engine.proposers.synthetic import SyntheticProposer
 from drafttrain.engine.tree import DynamicTree, TreeShape
 from drafttrain.errors import EngineError
 
@@ -23,6 +24,7 @@ __all__ = [
     "OracleProposer",
     "Proposer",
     "Row",
+    "SyntheticProposer",
     "build_proposer",
 ]
 
