@@ -58,7 +58,7 @@ def evaluate(
     prompts = suite.load_prompts()
     folder = find_draft(run) if "run" in suite.drafts else None
     target = load_target(recipe.target)
-    contenders = [_contender(name, recipe, suite, folder, target) for name in suite.drafts]
+    contenders = [c for name in suite.drafts for c in _contenders(name, recipe, suite, folder, target)]
     measured = run_suite(target, suite, prompts, contenders, progress, recipe.data.template_kwargs)
     return _result(recipe, suite, prompts, contenders, target, measured), measured
 
@@ -89,17 +89,19 @@ def add_to_leaderboard(result: EvalResult, folder: Path) -> Path:
     return write_rows(folder, f"{result.suite['name']}-{result.run or 'references'}", rows_of(result))
 
 
-def _contender(name: str, recipe: Recipe, suite: SuiteConfig, folder: Path | None, target: TargetModel) -> Contender:
+def _contenders(
+    name: str, recipe: Recipe, suite: SuiteConfig, folder: Path | None, target: TargetModel
+) -> list[Contender]:
     match name:
         case "ngram":
-            return Contender("ngram", "ngram", NGramProposer())
+            return [Contender("ngram", "ngram", NGramProposer())]
         case "oracle":
             outputs: dict[str, Sequence[int]] = {}
 
             def learn(completions: Sequence[Completion]) -> None:
                 outputs.update({completion.id: completion.tokens for completion in completions})
 
-            return Contender("oracle", "oracle", OracleProposer(outputs), learn)
+            return [Contender("oracle", "oracle", OracleProposer(outputs), learn)]
     if recipe.name in ("ngram", "oracle", "none"):
         raise RecipeError(f"a run cannot be called {recipe.name}: that is the name of a reference")
     assert folder is not None
@@ -111,7 +113,10 @@ def _contender(name: str, recipe: Recipe, suite: SuiteConfig, folder: Path | Non
             remedy=f"add k=[{drafter.max_depth}] to the command",
         )
     drafter.bind(target.embedding_weight, target.head())
-    return Contender(recipe.name, meta.family, build_proposer(drafter, recipe.name))
+    proposers = [build_proposer(drafter, recipe.name)]
+    for tree in suite.trees:
+        proposers.append(build_proposer(drafter, f"{recipe.name} {tree}", tree.build(), tree.sampled))
+    return [Contender(proposer.name, meta.family, proposer) for proposer in proposers]
 
 
 def _result(

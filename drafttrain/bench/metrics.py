@@ -27,7 +27,7 @@ class Acceptance:
         alpha: alpha[i-1] = P(depth i accepted | depth i-1 accepted); None where no round reached that depth.
         per_position: P(depth i accepted) over the rounds that proposed it, what vLLM calls per-position.
         judged: judged[i-1], rounds in which depth i was judged given depth i-1: the denominators of alpha.
-        acceptance_rate: accepted / proposed; None when nothing was proposed.
+        acceptance_rate: accepted / proposed, of trees accepted / levels proposed; None when nothing was.
         mean_accepted: accepted draft tokens a round.
         cut_rounds: rounds that ended inside the accepted prefix.
     """
@@ -73,7 +73,7 @@ def acceptance_counts(records: Iterable[RoundRecord]) -> tuple[list[int], list[i
     offered: list[int] = []
     for record in records:
         taken = accepted_within(record)
-        limit = taken if is_cut(record) else record.proposed
+        limit = taken if is_cut(record) else record.levels
         while len(offered) < limit:
             accepted.append(0)
             reached.append(0)

@@ -110,7 +110,13 @@ def run_suite(
     run = SuiteRun()
     shown: Setting | None = None
     for setting in settings(suite):
-        fitting = [c for c in contenders if c.learn is None or setting.temperature == 0]
+        fitting = [
+            contender
+            for contender in contenders
+            if (contender.learn is None or setting.temperature == 0)
+            # A tree has its own depth, whatever k is.
+            and (contender.proposer.tree is None or setting.k == suite.k[0])
+        ]
         measured = _Measurement(target, suite, renderer, prompts, fitting, setting, run.notes)
         logs = measured.run(progress)
         run.drafts += measured.summary()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -10,7 +10,9 @@ from pydantic import AfterValidator, Field
 
 from drafttrain.bench.prompts import EvalPrompt, PromptFormat, load_prompts, select
 from drafttrain.config import Config
+from drafttrain.engine.tree_config import TreeConfig
 from drafttrain.recipe.load import load_config
+from drafttrain.recipe.problems import Problem
 
 DraftName = Literal["run", "ngram", "oracle"]
 
@@ -26,6 +28,14 @@ Temperatures = Annotated[
     list[Annotated[float, Field(ge=0, allow_inf_nan=False)]], Field(min_length=1), AfterValidator(_distinct)
 ]
 DraftNames = Annotated[list[DraftName], Field(min_length=1), AfterValidator(_distinct)]
+
+
+def _distinct_trees(trees: list[TreeConfig]) -> list[TreeConfig]:
+    _distinct([str(tree) for tree in trees])
+    return trees
+
+
+Trees = Annotated[list[TreeConfig], AfterValidator(_distinct_trees)]
 
 
 class SuiteConfig(Config):
@@ -46,6 +56,8 @@ class SuiteConfig(Config):
         max_new_tokens: longest answer to one turn.
         drafts: "run" is the draft under test; "ngram" (prompt lookup) and "oracle" (replays the baseline)
             are references that need no training.
+        trees: trees that the draft under test proposes, each measured as a draft of its own beside the chains. A
+            tree brings its own depth, so it is run in the settings of the first `k` alone.
         chunk: prompts that each draft gets before the next one has its turn, so that a machine that slows
             down or speeds up does so for all of them; four batches at least.
         repeats: how often each chunk is run; seconds and rounds are pooled.
@@ -66,6 +78,7 @@ class SuiteConfig(Config):
     batch: Counts = Field([1])
     max_new_tokens: int = Field(128, ge=1)
     drafts: DraftNames = Field(["run", "ngram", "oracle"])
+    trees: Trees = Field([])
     chunk: int = Field(4, ge=1)
     repeats: int = Field(1, ge=1)
     warmup: int = Field(1, ge=0)
@@ -84,4 +97,9 @@ def load_suite(path: str | Path, overrides: Sequence[str] = ()) -> SuiteConfig:
     Raises:
         UserError: no such file, or everything that is wrong in it and in the overrides at once.
     """
-    return load_config(SuiteConfig, path, overrides)
+    return load_config(SuiteConfig, path, overrides, check=_combinations)
+
+
+def _combinations(sections: Mapping[str, Any]) -> Iterator[Problem]:
+    if sections.get("trees") and "run" not in sections.get("drafts", ["run"]):
+        yield Problem(("trees",), 'trees are proposed by the draft under test: add "run" to drafts')

@@ -13,9 +13,10 @@ from drafttrain.engine.proposers.base import Proposer, Row
 from drafttrain.engine.records import Completion, Request, RoundRecord
 from drafttrain.engine.sampling import RowStreams
 from drafttrain.engine.verify import Proposal, Verdict, verify_chain
+from drafttrain.engine.verify_tree import verify_tree
 from drafttrain.errors import EngineError
 from drafttrain.modeling.causal_lm import CausalLM
-from drafttrain.modeling.taps import FeatureSpec
+from drafttrain.modeling.taps import FeatureSpec, Tap
 
 
 class Engine:
@@ -26,7 +27,7 @@ class Engine:
     Args:
         target: the model whose distribution the outputs follow.
         proposer: the draft, or None.
-        k: draft tokens a round.
+        k: draft tokens a round of a proposer of chains; a tree brings its own depth.
         max_batch: rows in flight.
         max_length: prompt plus output of the longest request, in tokens.
 
@@ -50,11 +51,14 @@ class Engine:
         if not any(parameter.requires_grad for parameter in target.parameters()):
             target.prepare_for_inference()
         self.k = k if proposer is not None else 0
+        width = self.k
+        if proposer is not None and proposer.tree is not None:
+            self.k, width = proposer.tree.depth, proposer.tree.nodes
         self.max_batch = max_batch
         context = int(getattr(target.config, "max_position_embeddings", 0) or max_length)
         self.max_length = min(max_length, context)
-        # A row near its end takes part in rounds as wide as the others': up to k tokens are written behind it.
-        length = self.max_length + self.k
+        # A row near its end takes part in rounds as wide as the others': its draft tokens are written behind it.
+        length = self.max_length + width
         self.cache = target.new_cache(max_batch, length)
         self.spec = FeatureSpec() if proposer is None else proposer.feature_spec
         if proposer is not None:
@@ -174,42 +178,47 @@ class Engine:
         proposal = self._propose(rows, k, room)
         drafted = self._now()
         tokens = torch.cat([self._roots(rows), proposal.tokens.to(self.target.device)], 1)
-        self.cache.begin(len(rows), tokens.shape[1])
+        self.cache.begin(len(rows), tokens.shape[1], None if proposal.tree is None else proposal.tree.sees)
         out = self.target(tokens, cache=self.cache, taps=self.spec.taps)
         logits = self.target.lm_head(out.final)
         verdict = self._verify(logits, proposal, rows)
+        drafts = proposal.tokens.cpu()
+        if verdict.path is not None:
+            drafts, out.taps = self._keep_path(verdict.path, drafts, out.taps)
         self.cache.commit(verdict.accepted + 1)
         verified = self._now()
         emitted = [
-            self._append(row, drafts[:kept], bonus)
-            for row, drafts, kept, bonus in zip(
-                rows, proposal.tokens.tolist(), verdict.accepted.tolist(), verdict.bonus.tolist(), strict=True
+            self._append(row, tokens[:kept], bonus)
+            for row, tokens, kept, bonus in zip(
+                rows, drafts.tolist(), verdict.accepted.tolist(), verdict.bonus.tolist(), strict=True
             )
         ]
         reasons = [self._reason(row) for row in rows]
         appended = self._now()
         if self.proposer is not None and not all(reasons):
-            self.proposer.observe(rows, out.taps, verdict.accepted)
+            self.proposer.observe(rows, out.taps, verdict.accepted, verdict.path)
         observed = self._now()
         draft_s, verify_s = drafted - start + observed - appended, verified - drafted
-        facts = list(zip(rows, proposal.counts.tolist(), verdict.accepted.tolist(), emitted, reasons, strict=True))
+        counts, depths, accepted = proposal.counts.tolist(), proposal.deepest().tolist(), verdict.accepted.tolist()
+        facts = list(zip(rows, counts, depths, accepted, emitted, reasons, strict=True))
         yield_from = list(self._retire())
         end = self._now()
         host_s = end - start - draft_s - verify_s
-        for row, proposed, accepted, count, reason in facts:
+        for row, proposed, depth, kept, count, reason in facts:
             self.records.append(
                 RoundRecord(
                     row.request.id,
                     row.request.turn,
                     row.rounds,
                     proposed,
-                    accepted,
+                    kept,
                     count,
                     reason,
                     len(facts),
                     draft_s,
                     verify_s,
                     host_s,
+                    depth,
                 )
             )
             row.rounds += 1
@@ -221,15 +230,30 @@ class Engine:
             none = torch.zeros(len(rows), 0, dtype=torch.int64, device=self.target.device)
             return Proposal(none, torch.zeros(len(rows), dtype=torch.int64))
         proposal = self.proposer.propose(rows, k)
-        counts = torch.minimum(proposal.counts, room)
-        width = int(counts.max())
-        q = None if proposal.q is None else proposal.q[:, :width]
-        return Proposal(proposal.tokens[:, :width], counts, q, proposal.vocab_map)
+        tree, q = proposal.tree, proposal.q
+        if tree is None:
+            counts = torch.minimum(proposal.counts, room)
+            width = int(counts.max())
+            q = None if q is None else q[:, :width]
+        else:
+            # In level order, what a row has room for comes first.
+            counts = torch.minimum(proposal.counts, (tree.depths.cpu() <= room[:, None]).sum(1))
+            width = int(counts.max())
+            tree = tree.first(width)
+        return Proposal(proposal.tokens[:, :width], counts, q, proposal.vocab_map, tree)
+
+    def _keep_path(self, path: Tensor, drafts: Tensor, taps: dict[Tap, Tensor]) -> tuple[Tensor, dict[Tap, Tensor]]:
+        """Bring the kept path of each row to the front: in the cache, of the tokens and of the features."""
+        self.cache.compact(path)
+        each, place = torch.arange(len(path))[:, None], path.to(self.target.device)
+        kept = {tap: feature[each.to(feature.device), place] for tap, feature in taps.items()}
+        return drafts.gather(1, path[:, 1:] - 1), kept
 
     @staticmethod
     def _verify(logits: Tensor, proposal: Proposal, rows: list[Row]) -> Verdict:
         generators = [None if row.streams is None else row.streams.verdict(len(row.tokens)) for row in rows]
-        return verify_chain(logits, proposal, [row.request.sampling for row in rows], generators)
+        verify = verify_chain if proposal.tree is None else verify_tree
+        return verify(logits, proposal, [row.request.sampling for row in rows], generators)
 
     def _roots(self, rows: list[Row]) -> Tensor:
         return torch.tensor([[row.tokens[-1]] for row in rows], device=self.target.device)

@@ -52,12 +52,13 @@ class RoundRecord:
     Attributes:
         request, turn: whose row.
         round: number of this request's round, from 0.
-        proposed: draft tokens checked.
-        accepted: draft tokens the target agreed with, before truncation.
+        proposed: draft tokens checked: of a chain its length, of a tree its nodes.
+        accepted: draft tokens the target agreed with, before truncation: of a tree the depth it came to.
         emitted: tokens that reached the output, after truncation at a stop id, the target's own token included.
         reason: why the request ended in this round, or None.
         batch: rows that took part.
         draft_s, verify_s, host_s: seconds of the whole round, shared by its `batch` rows.
+        depth: depth of what was proposed: of a chain its length.
     """
 
     request: str
@@ -71,3 +72,9 @@ class RoundRecord:
     draft_s: float
     verify_s: float
     host_s: float
+    depth: int | None = None
+
+    @property
+    def levels(self) -> int:
+        """Depth of what was proposed."""
+        return self.proposed if self.depth is None else self.depth

@@ -12,6 +12,7 @@ from torch import Tensor
 from drafttrain.errors import EngineError
 
 _TOP_P_WIDTH = 512
+_BLOCK = 64
 
 
 @dataclass(frozen=True)
@@ -131,6 +132,31 @@ def _cut(out: Tensor, ordered: Tensor, order: Tensor, limit: Tensor) -> Tensor:
     # The token that crosses the threshold stays, so at least one always does.
     kept = ordered.masked_fill(ordered.cumsum(-1) - ordered >= limit, 0.0)
     return out.scatter(-1, order, kept / kept.sum(-1, keepdim=True))
+
+
+def top_tokens(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The `count` largest of [..., V], best first: (values, ids) [..., count].
+
+    On a CPU `topk` over a vocabulary takes several times as long as a maximum, so only blocks that can hold one of
+    the largest are looked at.
+    """
+    count = min(count, logits.shape[-1])
+    blocks = logits.shape[-1] // _BLOCK
+    if count == 1:
+        best = logits.max(-1, keepdim=True)
+        return best.values, best.indices
+    if logits.is_cuda or blocks < 4 * count:
+        values, ids = logits.topk(count, -1)
+        return values, ids
+    whole = logits[..., : blocks * _BLOCK].unflatten(-1, (blocks, _BLOCK))
+    rest = torch.arange(blocks * _BLOCK, logits.shape[-1])
+    chosen = whole.amax(-1).topk(count, -1).indices
+    candidates = whole.gather(-2, chosen[..., None].expand(*chosen.shape, _BLOCK)).flatten(-2)
+    places = (chosen[..., None] * _BLOCK + torch.arange(_BLOCK)).flatten(-2)
+    candidates = torch.cat([candidates, logits[..., blocks * _BLOCK :]], -1)
+    places = torch.cat([places, rest.expand(*places.shape[:-1], -1)], -1)
+    values, order = candidates.topk(count, -1)
+    return values, places.gather(-1, order)
 
 
 def draw(weights: Tensor, uniform: Tensor) -> Tensor:

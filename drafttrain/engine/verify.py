@@ -9,33 +9,52 @@ import torch
 from torch import Tensor
 
 from drafttrain.engine.sampling import SamplingParams, draw, probabilities, uniforms
+from drafttrain.engine.tree import Tree
 from drafttrain.modeling.vocab_map import VocabMap
 
 
 @dataclass
 class Proposal:
-    """Chains of draft tokens.
+    """Chains or trees of draft tokens.
 
     Attributes:
-        tokens: int64 [n, K], target ids.
-        counts: int64 [n] on the CPU, how many of a row's tokens count.
+        tokens: int64 [n, K], target ids; the children of a node differ.
+        counts: int64 [n] on the CPU, how many of a row's tokens count: the first ones.
         q: float32 [n, K, Vd], the distribution each token was sampled from, or None where the draft chose it
-            deterministically.
+            deterministically. In a tree, row `tree.q_rows[place]` is what the children of a place were sampled from,
+            one after the other without replacement.
         vocab_map: maps q's last axis to the target's vocabulary.
+        tree: ancestry of the tokens; None = chains.
     """
 
     tokens: Tensor
     counts: Tensor
     q: Tensor | None = None
     vocab_map: VocabMap | None = None
+    tree: Tree | None = None
+
+    def deepest(self) -> Tensor:
+        """int64 [n] on the CPU: depth of each row's last token that counts, 0 without one."""
+        if self.tree is None:
+            return self.counts
+        depths = torch.nn.functional.pad(self.tree.depths.cpu(), (1, 0)).expand(len(self.counts), -1)
+        return depths.gather(1, self.counts[:, None])[:, 0]
 
 
 @dataclass
 class Verdict:
-    """accepted: int64 [n] on the CPU, draft tokens kept. bonus: int64 [n], the target's own token behind them."""
+    """What the target made of a proposal.
+
+    Attributes:
+        accepted: int64 [n] on the CPU, draft tokens kept.
+        bonus: int64 [n], the target's own token behind them.
+        path: of a tree, int64 [n, m] on the CPU: places of the root and the kept tokens, m - 1 being the most kept in
+            any row; entries j beyond a row's own are j. None = chains.
+    """
 
     accepted: Tensor
     bonus: Tensor
+    path: Tensor | None = None
 
 
 def verify_chain(

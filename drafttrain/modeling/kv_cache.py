@@ -2,7 +2,7 @@
 
 Rows 0 .. n-1 are in use; a row that leaves is replaced by the last one (`move_row`), so that every forward reads a
 contiguous slice and nothing is gathered. Entries behind a row's length are garbage that the mask hides: dropping
-rejected tokens is a change of `lengths` alone.
+rejected tokens is a change of `lengths` alone. A tree's accepted path is first moved to the front (`compact`).
 """
 
 from __future__ import annotations
@@ -42,8 +42,20 @@ class StaticKVCache(Cache):
         super().__init__(layers=[])
         self.rows, self.length = rows, length
         self.device = torch.device(device)
-        self.k = [torch.zeros(rows, h, length, d, dtype=dtype, device=device) for h, d in zip(heads, dims, strict=True)]
-        self.v = [torch.zeros_like(k) for k in self.k]
+        # Layers of one shape share a tensor [layers, 2, rows, Hkv, length, D]: tokens move in one copy for all.
+        shapes = list(zip(heads, dims, strict=True))
+        members = {shape: [i for i, other in enumerate(shapes) if other == shape] for shape in dict.fromkeys(shapes)}
+        self._stores = [
+            torch.zeros(len(layers), 2, rows, h, length, d, dtype=dtype, device=device)
+            for (h, d), layers in members.items()
+        ]
+        place = {
+            layer: store[number]
+            for store, layers in zip(self._stores, members.values(), strict=True)
+            for number, layer in enumerate(layers)
+        }
+        self.k = [place[layer][0] for layer in range(n_layers)]
+        self.v = [place[layer][1] for layer in range(n_layers)]
         self.lengths = torch.zeros(rows, dtype=torch.int64)
         self._n_rows = self._n_new = self._first = self._visible = 0
         self._slots: Tensor | None = None
@@ -53,7 +65,7 @@ class StaticKVCache(Cache):
 
     def bytes(self) -> int:
         """Memory held, in bytes."""
-        return sum(t.numel() * t.element_size() for t in (*self.k, *self.v))
+        return sum(store.numel() * store.element_size() for store in self._stores)
 
     def begin(
         self, n_rows: int, n_new: int, tail_mask: Tensor | None = None, first_row: int = 0, offset: int = 0
@@ -63,9 +75,10 @@ class StaticKVCache(Cache):
         Args:
             n_rows: rows taking part.
             n_new: new tokens a row, written at lengths[b] + offset.
-            tail_mask: bool [n_new, n_new] or [n_rows, n_new, n_new]: which sees which (a tree); None = causal.
+            tail_mask: bool [n_new, offset + n_new], or one a row: which uncommitted tokens each new one sees, itself
+                included (its ancestors in a tree, in the order of their slots); None = all up to itself.
             first_row: first of the rows.
-            offset: uncommitted tokens already written behind each row's length and visible to the new ones.
+            offset: uncommitted tokens already written behind each row's length.
         """
         lengths = self.lengths[first_row : first_row + n_rows] + offset
         longest = int(lengths.max()) + n_new
@@ -73,7 +86,9 @@ class StaticKVCache(Cache):
             raise ValueError(f"the cache holds {self.length} tokens a row, {longest} were asked for")
         self._n_rows, self._n_new, self._first, self._offset = n_rows, n_new, first_row, offset
         self._visible = longest
-        self._tail = tail_mask
+        self._tail = None
+        if tail_mask is not None:
+            self._tail = (tail_mask if tail_mask.dim() == 3 else tail_mask[None]).to(self.device)
         self._masks = {}
         if bool((lengths == lengths[0]).all()):
             self._slots = None
@@ -83,9 +98,11 @@ class StaticKVCache(Cache):
             self._rows = torch.arange(n_rows, device=self.device)[:, None]
 
     def positions(self) -> Tensor:
-        """int64 [n_rows, n_new]: each new token's place in its row, counted along the cache."""
-        lengths = self.lengths[self._first : self._first + self._n_rows] + self._offset
-        return (lengths[:, None] + torch.arange(self._n_new)).to(self.device)
+        """int64 [n_rows, n_new]: each new token's place in its text: along the cache, or along its path in a tree."""
+        lengths = self.lengths[self._first : self._first + self._n_rows]
+        if self._tail is None:
+            return (lengths[:, None] + torch.arange(self._offset, self._offset + self._n_new)).to(self.device)
+        return lengths.to(self.device)[:, None] + self._tail.sum(-1) - 1
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -118,21 +135,38 @@ class StaticKVCache(Cache):
         # One new token sees all; a prefill from the start is plain causal, which SDPA does without a mask.
         if plain and (self._n_new == 1 or self._start == 0):
             return None
+        if self._tail is not None:
+            return self._build_tree_mask(self._tail, window)
         lengths = self.lengths[self._first : self._first + self._n_rows] + self._offset
         column = torch.arange(self._visible)
-        if self._tail is None:
-            own = lengths[:, None] + torch.arange(self._n_new)
-            seen = column <= own[..., None]
-        else:
-            tail = self._tail.cpu().expand(self._n_rows, -1, -1)
-            relative = column - lengths[:, None]
-            inside = (relative >= 0) & (relative < self._n_new)
-            index = relative.clamp(0, self._n_new - 1)[:, None].expand(-1, self._n_new, -1)
-            seen = (relative < 0)[:, None] | (inside[:, None] & tail.gather(2, index))
-            own = lengths[:, None] + tail.sum(-1) - 1
+        own = lengths[:, None] + torch.arange(self._n_new)
+        seen = column <= own[..., None]
         if window is not None:
             seen = seen & (column > own[..., None] - window)
         return seen[:, None].to(self.device)
+
+    def _build_tree_mask(self, tail: Tensor, window: int | None) -> Tensor:
+        own = self.positions()[..., None]
+        if window is not None:
+            # The ancestors that a token sees lie at consecutive positions, the last of them being itself.
+            tail = tail & (tail.sum(-1, keepdim=True) - tail.cumsum(-1) < window)
+        width = self._offset + self._n_new
+        if self._slots is None:
+            first = self._start - self._offset
+            seen = torch.ones(len(tail), self._n_new, first + width, dtype=torch.bool, device=self.device)
+            seen[:, :, first:] = tail
+            column = torch.arange(first + width, device=self.device)
+        else:
+            lengths = self.lengths[self._first : self._first + self._n_rows].to(self.device)
+            column = torch.arange(self._visible, device=self.device)
+            relative = column - lengths[:, None]
+            index = relative.clamp(0, width - 1)[:, None].expand(-1, self._n_new, -1)
+            inside = tail.expand(self._n_rows, -1, -1).gather(2, index) & (relative < width)[:, None]
+            seen = inside | (relative < 0)[:, None]
+        if window is not None:
+            # A token of the tail sits at its position's slot or behind it: this hides committed ones alone.
+            seen = seen & (column > own - window)
+        return seen[:, None]
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         """Store k, v [n_rows, Hkv, n_new, D] and attend with q [n_rows, Hq, n_new, D]."""
@@ -143,6 +177,32 @@ class StaticKVCache(Cache):
         """Keep the first counts[b] of the announced forward's tokens in each of its rows (int64 [n_rows])."""
         self.lengths[self._first : self._first + self._n_rows] += counts.cpu()
 
+    def compact(self, source: Tensor) -> None:
+        """Bring uncommitted tokens of the announced forward's rows to the front, in all layers at once.
+
+        Args:
+            source: int64 [n_rows, m]: the token that becomes the j-th behind a row's length is now the
+                source[b, j]-th, source[b, j] >= j.
+        """
+        moved = (source.cpu() != torch.arange(source.shape[1])).nonzero()
+        if not len(moved):
+            return
+        # From the first to the last entry that moves, in the rows in which any does.
+        rows = moved[:, 0].unique_consecutive()
+        first, last = int(moved[:, 1].min()), int(moved[:, 1].max()) + 1
+        lengths = self.lengths[self._first + rows]
+        if len(rows) == 1:
+            row, start = int(self._first + rows[0]), int(lengths[0])
+            old = (start + source[int(rows[0]), first:last]).to(self.device)
+            for store in self._stores:
+                store[:, :, row, :, start + first : start + last] = store[:, :, row].index_select(3, old)
+            return
+        old = (lengths[:, None] + source.cpu()[rows, first:last]).to(self.device)
+        new = (lengths[:, None] + torch.arange(first, last)).to(self.device)
+        index = (self._first + rows).to(self.device)[:, None]
+        for store in self._stores:
+            store[:, :, index, :, new] = store[:, :, index, :, old]
+
     def set_lengths(self, lengths: Tensor, first_row: int = 0) -> None:
         """Set the committed lengths of rows first_row .. (int64 [n]); shorter drops what is behind."""
         self.lengths[first_row : first_row + len(lengths)] = lengths.cpu()
@@ -151,8 +211,8 @@ class StaticKVCache(Cache):
         """Copy one row over another and empty the source."""
         if source != destination:
             used = int(self.lengths[source])
-            for tensor in (*self.k, *self.v):
-                tensor[destination, :, :used] = tensor[source, :, :used]
+            for store in self._stores:
+                store[:, :, destination, :, :used] = store[:, :, source, :, :used]
             self.lengths[destination] = used
         self.lengths[source] = 0
 

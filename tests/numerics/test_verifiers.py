@@ -10,35 +10,9 @@ from torch import Tensor
 from drafttrain.engine.sampling import RowStreams, SamplingParams, draw, probabilities, uniforms
 from drafttrain.engine.verify import Proposal, Verdict, verify_chain
 from drafttrain.modeling.vocab_map import VocabMap
+from tests.numerics.chi_square import SETTINGS, VOCAB, assert_follows, chi_square, critical
 
-VOCAB, ROWS, DEPTH = 16, 40_000, 2
-
-
-def critical(freedom: int) -> float:
-    """99.9 % point of chi-square (Wilson and Hilferty's approximation)."""
-    spread = 2 / (9 * freedom)
-    return float(freedom * (1 - spread + 3.0902 * spread**0.5) ** 3)
-
-
-SETTINGS = {
-    "temperature": SamplingParams(temperature=0.7, seed=3),
-    "top_p": SamplingParams(temperature=1.3, top_p=0.8, seed=4),
-    "top_k": SamplingParams(temperature=1.0, top_k=9, seed=5),
-}
-
-
-def _chi_square(tokens: Tensor, p: Tensor) -> tuple[float, int]:
-    expected = p.double() * len(tokens)
-    observed = torch.bincount(tokens, minlength=VOCAB).double()
-    inside = expected > 0
-    assert observed[~inside].sum() == 0, "a token of probability zero was emitted"
-    statistic = ((observed - expected)[inside] ** 2 / expected[inside]).sum()
-    return float(statistic), int(inside.sum()) - 1
-
-
-def _assert_follows(tokens: Tensor, p: Tensor) -> None:
-    statistic, freedom = _chi_square(tokens, p)
-    assert statistic < critical(freedom), f"chi-square {statistic:.1f} at {freedom} degrees of freedom"
+ROWS, DEPTH = 40_000, 2
 
 
 def _setup(params: SamplingParams, spread: float) -> tuple[Tensor, Tensor, Tensor, list[RowStreams]]:
@@ -68,12 +42,12 @@ def test_sampled_chain(name: str, spread: float) -> None:
     drafted, verdict, p = _run_sampled(SETTINGS[name], spread)
     accepted = verdict.accepted
     first = torch.where(accepted >= 1, drafted[:, 0], verdict.bonus)
-    _assert_follows(first, p[0])
+    assert_follows(first, p[0])
     # Given that the first draft was kept, the second token is the target's again; likewise the bonus token.
     kept = accepted >= 1
     second = torch.where(accepted >= 2, drafted[:, 1], verdict.bonus)[kept]
-    _assert_follows(second, p[1])
-    _assert_follows(verdict.bonus[accepted == 2], p[2])
+    assert_follows(second, p[1])
+    assert_follows(verdict.bonus[accepted == 2], p[2])
 
 
 @pytest.mark.parametrize("name", SETTINGS)
@@ -83,7 +57,7 @@ def test_residual(name: str) -> None:
     _, verdict, p = _run_sampled(params, 2.0)
     q = _setup(params, 2.0)[2]
     residual = (p[0] - q[0]).clamp(min=0)
-    _assert_follows(verdict.bonus[verdict.accepted == 0], residual / residual.sum())
+    assert_follows(verdict.bonus[verdict.accepted == 0], residual / residual.sum())
 
 
 @pytest.mark.parametrize("name", SETTINGS)
@@ -99,10 +73,10 @@ def test_deterministic_chain(name: str) -> None:
         [s.verdict(0) for s in streams],
     )
     first = torch.where(verdict.accepted >= 1, tokens[:, 0], verdict.bonus)
-    _assert_follows(first, p[0])
+    assert_follows(first, p[0])
     share = float((verdict.accepted >= 1).double().mean())
     assert share == pytest.approx(float(p[0, tokens[0, 0]]), abs=4 * (0.25 / ROWS) ** 0.5)
-    _assert_follows(verdict.bonus[verdict.accepted == 2], p[2])
+    assert_follows(verdict.bonus[verdict.accepted == 2], p[2])
 
 
 def test_acceptance_is_one_minus_total_variation() -> None:
@@ -124,7 +98,7 @@ def test_draft_vocabulary_smaller_than_the_targets() -> None:
     verdict = verify_chain(
         logits[None].expand(ROWS, -1, -1), proposal, [params] * ROWS, [s.verdict(0) for s in streams]
     )
-    _assert_follows(torch.where(verdict.accepted >= 1, drafted[:, 0], verdict.bonus), p[0])
+    assert_follows(torch.where(verdict.accepted >= 1, drafted[:, 0], verdict.bonus), p[0])
 
 
 def test_negative_control_typical_acceptance_fails() -> None:
@@ -136,7 +110,7 @@ def test_negative_control_typical_acceptance_fails() -> None:
     threshold = torch.minimum(torch.tensor(0.09), 0.3 * torch.exp(-entropy))
     fallback = draw(p[0].expand(ROWS, -1), uniforms([s.verdict(0) for s in streams], 1)[:, 0])
     emitted = torch.where(p[0][drafted] > threshold, drafted, fallback)
-    statistic, freedom = _chi_square(emitted, p[0])
+    statistic, freedom = chi_square(emitted, p[0])
     assert statistic > critical(freedom)
 
 
@@ -157,7 +131,7 @@ def test_negative_control_shared_stream_fails() -> None:
         logits[None, :2].expand(ROWS, -1, -1), proposal, [params] * ROWS, [s.proposal(0) for s in streams]
     )
     emitted = torch.where(verdict.accepted >= 1, drafted, verdict.bonus)
-    statistic, freedom = _chi_square(emitted, p[0])
+    statistic, freedom = chi_square(emitted, p[0])
     assert statistic > critical(freedom)
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from drafttrain.engine.records import Request
 from drafttrain.engine.sampling import RowStreams
+from drafttrain.engine.tree import DynamicTree, TreeShape
 from drafttrain.engine.verify import Proposal
 from drafttrain.modeling.taps import FeatureSpec, Tap
 
@@ -38,19 +39,25 @@ class Row:
 
 
 class Proposer(ABC):
-    """Proposes chains of tokens for rows 0 .. n-1.
+    """Proposes chains or trees of tokens for rows 0 .. n-1.
 
     The engine calls, in this order: `reserve` once; `admit` when rows join behind the others; each round `propose`,
     then `observe` with what the target made of it; `move_row` when a row left and the last one takes its place.
     A proposer owns whatever state it keeps a row and never changes a `Row`.
+
+    Attributes:
+        name: as reports show it.
+        feature_spec: what it reads of the target.
+        tree: what it proposes; None = chains of the length that the engine asks for.
     """
 
     name: str
     feature_spec: FeatureSpec = FeatureSpec()
+    tree: TreeShape | DynamicTree | None = None
 
     @abstractmethod
     def propose(self, rows: Sequence[Row], k: int) -> Proposal:
-        """Up to k tokens behind each row's root."""
+        """Tokens behind each row's root, up to k deep."""
 
     def reserve(self, rows: int, length: int) -> None:  # noqa: B027 (stateless drafts do nothing)
         """Allocate for `rows` rows of up to `length` tokens."""
@@ -58,12 +65,16 @@ class Proposer(ABC):
     def admit(self, first_row: int, rows: Sequence[Row], features: dict[Tap, Tensor]) -> None:  # noqa: B027
         """Rows join at first_row ..; features: the prompt's, [m, L, H] a tap, right-padded."""
 
-    def observe(self, rows: Sequence[Row], features: dict[Tap, Tensor], accepted: Tensor) -> None:  # noqa: B027
+    def observe(  # noqa: B027
+        self, rows: Sequence[Row], features: dict[Tap, Tensor], accepted: Tensor, path: Tensor | None = None
+    ) -> None:
         """After a round. `rows` hold the accepted tokens and the new root already.
 
         Args:
-            features: [n, T, H] a tap, at the old root and the draft tokens; the first accepted[b] + 1 are real.
+            features: [n, T, H] a tap, at the old root and behind it along the chain or the path that was kept; the
+                first accepted[b] + 1 are real.
             accepted: int64 [n] on the CPU.
+            path: `Verdict.path` if a tree was proposed.
         """
 
     def move_row(self, source: int, destination: int) -> None:  # noqa: B027

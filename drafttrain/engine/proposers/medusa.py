@@ -1,4 +1,4 @@
-"""Chains of the heads' best tokens (Medusa, arXiv 2401.10774)."""
+"""Chains and static trees of the heads' tokens (Medusa, arXiv 2401.10774)."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from torch import Tensor
 from drafttrain.drafters.medusa.model import MedusaDrafter
 from drafttrain.engine.proposers.base import Proposer, Row
 from drafttrain.engine.proposers.choose import Chooser
+from drafttrain.engine.proposers.grow import grow_static
+from drafttrain.engine.tree import TreeShape
 from drafttrain.engine.verify import Proposal
 from drafttrain.errors import EngineError
 from drafttrain.modeling.head import Head
@@ -17,10 +19,28 @@ from drafttrain.modeling.taps import Tap
 
 
 class MedusaProposer(Proposer):
-    """Keeps, a row, the target's final state at the token before the root; head i reads it for the i-th draft."""
+    """Keeps, a row, the target's final state at the token before the root; head i reads it for the i-th draft.
 
-    def __init__(self, drafter: MedusaDrafter, name: str | None = None) -> None:
+    Args:
+        drafter: the heads.
+        name: as reports show it.
+        tree: what to propose; None = chains. `calibrate.head_accuracies` and `TreeShape.from_accuracies` find one.
+        sampled: in sampled rows, draw a tree's children without replacement instead of taking the best tokens.
+
+    Raises:
+        EngineError: the tree is deeper than there are heads.
+    """
+
+    def __init__(
+        self, drafter: MedusaDrafter, name: str | None = None, tree: TreeShape | None = None, sampled: bool = False
+    ) -> None:
+        if tree is not None and tree.depth > drafter.max_depth:
+            raise EngineError(
+                f"a tree of depth {tree.depth} was asked of {drafter.max_depth} Medusa heads",
+                remedy=f"give a tree of depth {drafter.max_depth} or less",
+            )
         drafter.prepare_for_inference()
+        self.tree, self.sampled = tree, sampled
         self.drafter = drafter
         self._heads = _prepared(drafter)
         self.name = name or drafter.family
@@ -36,7 +56,9 @@ class MedusaProposer(Proposer):
         """Keep the state at the end of each prompt."""
         self._keep(first_row, features, torch.tensor([len(row.request.prompt_ids) - 1 for row in rows]))
 
-    def observe(self, rows: Sequence[Row], features: dict[Tap, Tensor], accepted: Tensor) -> None:
+    def observe(
+        self, rows: Sequence[Row], features: dict[Tap, Tensor], accepted: Tensor, path: Tensor | None = None
+    ) -> None:
         """Keep the state at the last accepted token."""
         self._keep(0, features, accepted)
 
@@ -46,7 +68,15 @@ class MedusaProposer(Proposer):
         self._state[first : first + len(last)] = final[rows, last.to(final.device)]
 
     def propose(self, rows: Sequence[Row], k: int) -> Proposal:
-        """One token a head."""
+        """One token a head, or the tree."""
+        if isinstance(self.tree, TreeShape):
+            shape = self.tree.cut(k)
+            logits = self._logits(0, len(rows))
+
+            def step(tokens: Tensor, parents: Tensor, sees: Tensor, offset: int, depth: int) -> Tensor:
+                return self._logits(depth, len(rows))[:, None]
+
+            return grow_static(shape, rows, logits, step, self.drafter.vocab_map, self.sampled).proposal
         if k > self.drafter.max_depth:
             raise EngineError(
                 f"{k} draft tokens were asked of {self.drafter.max_depth} Medusa heads",
@@ -54,9 +84,11 @@ class MedusaProposer(Proposer):
             )
         chooser = Chooser(rows, self.drafter.vocab_map)
         for depth in range(k):
-            readout = self.drafter.blocks[depth](self._state[: len(rows)])
-            chooser.pick(self._heads[depth](readout))
+            chooser.pick(self._logits(depth, len(rows)))
         return chooser.proposal()
+
+    def _logits(self, head: int, count: int) -> Tensor:
+        return self._heads[head](self.drafter.blocks[head](self._state[:count]))
 
     def move_row(self, source: int, destination: int) -> None:
         """Row `source` takes the place of `destination`."""

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -126,3 +127,12 @@ def test_counts_are_consistent_under_any_truncation(record: Make, rows: list[tup
     assert all(a <= r <= o for a, r, o in zip(accepted_n, reached, offered, strict=True))
     assert all(later <= sooner for sooner, later in zip(accepted_n, reached[1:], strict=False))
     assert sum(accepted_n) == sum(min(r.accepted, r.emitted) for r in records)
+
+
+def test_a_tree_counts_by_level(record: Make) -> None:
+    """12 nodes in 3 levels: rates are by depth, not by node."""
+    rounds = [replace(record(proposed=12, accepted=n), depth=3) for n in (3, 1, 0)]
+    result = acceptance([*rounds, replace(record(proposed=4, accepted=1), depth=1)])
+    assert result.judged == [4, 2, 1]
+    assert result.per_position == pytest.approx([3 / 4, 1 / 3, 1 / 3])
+    assert result.acceptance_rate == pytest.approx(5 / 10)

@@ -9,12 +9,15 @@ import torch
 from drafttrain.bench.prompts import EvalPrompt
 from drafttrain.bench.runner import Contender, rotated, run_suite, settings
 from drafttrain.bench.suite import SuiteConfig
-from drafttrain.engine.proposers import NGramProposer, Proposer, Row
+from drafttrain.drafters.lm.config import DraftLMConfig
+from drafttrain.engine.proposers import NGramProposer, Proposer, Row, build_proposer
+from drafttrain.engine.tree import TreeShape
 from drafttrain.engine.verify import Proposal
 from drafttrain.errors import DataError
 from drafttrain.targets.identity import TargetIdentity
 from drafttrain.targets.model import TargetModel
 from tests.chats import CHATML, chat_tokenizer
+from tests.draft_support import new_draft
 from tests.support import tiny_hf
 
 PROMPTS = [EvalPrompt("a", "x", ("one", "two", "three")), EvalPrompt("b", "y", ("four",)), EvalPrompt("c", "x", ("5",))]
@@ -104,3 +107,16 @@ def test_names_must_differ_and_prompts_exist(target: TargetModel) -> None:
         run_suite(target, suite(), PROMPTS, twin)
     with pytest.raises(DataError, match="no prompts"):
         run_suite(target, suite(), [], [])
+
+
+def test_a_tree_is_measured_once_beside_every_k(target: TargetModel) -> None:
+    draft = new_draft(DraftLMConfig(layers=(0, 3)), target)
+    tree = build_proposer(draft, "d 2x2", TreeShape.from_branching((2, 2)))
+    contenders = [Contender("d", "draft_lm", build_proposer(draft)), Contender("d 2x2", "draft_lm", tree)]
+    run = run_suite(target, suite(k=[2, 3]), PROMPTS, contenders)
+    assert [(entry.draft, entry.setting.k) for entry in run.drafts] == [
+        ("none", 2), ("d", 2), ("d 2x2", 2), ("none", 3), ("d", 3),
+    ]  # fmt: skip
+    found = next(entry for entry in run.drafts if entry.draft == "d 2x2")
+    assert found.exact is not None and found.exact.rate == 1.0
+    assert len(found.acceptance.per_position) == 2

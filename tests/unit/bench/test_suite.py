@@ -59,3 +59,22 @@ def test_missing_files_are_named(tmp_path: Path) -> None:
     suite = load_suite(write(tmp_path, "name: x\nprompts: nowhere.jsonl\n"))
     with pytest.raises(DataError, match=r"nowhere\.jsonl"):
         suite.load_prompts()
+
+
+def test_trees(tmp_path: Path) -> None:
+    path = write(tmp_path, "name: x\nprompts: p.jsonl\ntrees: [{branching: [3, 2]}, {dynamic: {nodes: 20}}]\n")
+    assert [str(tree) for tree in load_suite(path).trees] == ["static 3x2", "dynamic 20 (depth 6, top-k 10)"]
+    assert [tree.build().nodes for tree in load_suite(path).trees] == [9, 20]
+    for tree, message in {
+        "{branching: [8, 8]}": "more than 64 nodes",
+        "{parents: [0]}": "parent 0",
+        "{branching: [2], dynamic: {}}": "not branching and dynamic",
+        "{sampled: true}": "not none",
+        "{dynamic: {}, sampled: true}": "static trees only",
+        "{branching: [2]}, {branching: [2]}": "twice",
+    }.items():
+        with pytest.raises(RecipeError, match=message):
+            load_suite(write(tmp_path, f"name: x\nprompts: p.jsonl\ntrees: [{tree}]\n"))
+    path = write(tmp_path, "name: x\nprompts: p.jsonl\ndrafts: [ngram]\ntrees: [{branching: [2]}]\n")
+    with pytest.raises(RecipeError, match="draft under test"):
+        load_suite(path)
