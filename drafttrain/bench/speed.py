@@ -11,7 +11,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from drafttrain.bench.bootstrap import Interval, paired_speedup_interval
-from drafttrain.bench.metrics import by_request, tau
+from drafttrain.bench.metrics import by_request
+from drafttrain.engine.acceptance import tau
 from drafttrain.engine.records import RoundRecord
 
 

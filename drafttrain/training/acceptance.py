@@ -9,6 +9,7 @@ import torch
 
 from drafttrain.drafters.base import Drafter
 from drafttrain.drafters.build import serving_copy
+from drafttrain.engine.acceptance import acceptance_counts, tau
 from drafttrain.engine.engine import Engine
 from drafttrain.engine.proposers import build_proposer
 from drafttrain.engine.records import Request
@@ -55,17 +56,12 @@ class EngineMeasurement:
             max_length=longest,
         )
         engine.generate(self.requests)
-        reached = torch.zeros(config.k, dtype=torch.float64)
-        accepted = torch.zeros(config.k, dtype=torch.float64)
-        for record in engine.records:
-            # Depth i counts where depths before it were accepted and a token was proposed there.
-            reached[: min(record.accepted + 1, record.proposed)] += 1
-            accepted[: record.accepted] += 1
-        rounds = len(engine.records)
+        accepted, reached, _ = acceptance_counts(engine.records)
+        alpha = [kept / judged for kept, judged in zip(accepted, reached, strict=True) if judged]
         return Acceptance(
-            tau=sum(record.emitted for record in engine.records) / rounds if rounds else 1.0,
-            alpha=(accepted / reached.clamp(min=1)).tolist(),
+            tau=tau(engine.records) or 1.0,
+            alpha=alpha + [0.0] * (config.k - len(alpha)),
             k=config.k,
-            rounds=rounds,
+            rounds=len(engine.records),
             seconds=time.perf_counter() - began,
         )

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drafttrain.bench.metrics import acceptance, acceptance_counts, by_category, expected_tau, is_cut, tau
+from drafttrain.bench.metrics import acceptance, by_category, expected_tau
+from drafttrain.engine.acceptance import acceptance_counts, is_cut, tau
 from drafttrain.engine.records import RoundRecord
 
 Make = Callable[..., RoundRecord]
