@@ -59,22 +59,7 @@ def load_target(config: TargetConfig) -> TargetModel:
         hidden_size=int(hf.config.get_text_config().hidden_size),
         n_layers=int(hf.config.get_text_config().num_hidden_layers),
     )
-    target = TargetModel(hf, tokenizer, identity)
-    _require_finite(target, config)
-    return target
-
-
-def _require_finite(target: TargetModel, config: TargetConfig) -> None:
-    """A target of NaN says one token for ever, which a draft learns at once: it would be measured as a triumph."""
-    ids = torch.arange(min(8, target.vocab_size), device=target.device)[None]
-    with torch.no_grad():
-        final = target(ids).final
-    if not bool(torch.isfinite(final).all()):
-        raise TargetError(
-            f"its forward gives NaN or Inf in {config.dtype}",
-            where=config.model,
-            remedy="its weights are damaged, or overflow this dtype: try target.dtype bfloat16 or float32",
-        )
+    return TargetModel(hf, tokenizer, identity)
 
 
 def load_tokenizer(config: TargetConfig) -> Any:

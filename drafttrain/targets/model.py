@@ -29,20 +29,30 @@ class TargetModel(CausalLM):
         self.context = int(getattr(self.config, "max_position_embeddings", 0) or 2**31)
         self.requires_grad_(False)
         self.eval()
-        self._prove_head()
+        self._prove_forward()
 
     def train(self, mode: bool = True) -> TargetModel:
         """A frozen target stays in eval mode."""
         return super().train(False)
 
     @torch.inference_mode()
-    def _prove_head(self) -> None:
-        """Refuse an architecture whose logits our split into body and head does not reproduce."""
+    def _prove_forward(self) -> None:
+        """Refuse weights that give NaN, and an architecture whose logits our body and head do not reproduce.
+
+        A target of NaN says one token for ever, which a draft learns at once: it would be measured as a triumph.
+        """
         if self.device.type == "meta":
             return
-        ids = torch.arange(4, device=self.device)[None] % self.vocab_size
+        ids = torch.arange(8, device=self.device)[None] % self.vocab_size
+        final = self(ids).final
+        if not bool(torch.isfinite(final).all()):
+            raise TargetError(
+                f"its forward gives NaN or Inf in {str(self.dtype).removeprefix('torch.')}",
+                where=self.identity.name,
+                remedy="its weights are damaged, or overflow this dtype: try target.dtype bfloat16 or float32",
+            )
+        ours = self.lm_head(final).float()
         theirs = self.hf(input_ids=ids, use_cache=False).logits.float()
-        ours = self.lm_head(self(ids).final).float()
         # The same tensors through the same kernels: only the order of scaling and casting may differ.
         tolerance = 1e-2 if self.dtype == torch.float32 else 2e-1
         if theirs.shape != ours.shape or (theirs - ours).abs().max() > tolerance * theirs.abs().max().clamp(min=1):
