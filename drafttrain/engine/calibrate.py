@@ -44,7 +44,7 @@ def head_accuracies(
             labels = ids[first + 2 + head :]
             if not len(labels):
                 break
-            readout = drafter.blocks[head](final[first : first + len(labels)])
+            readout = drafter.read(final[first : first + len(labels)], head)
             best = top_tokens(drafter.head(head)(readout), top)[1]
             hits[head, : best.shape[1]] += (best == labels[:, None]).sum(0).cpu()
             places[head] += len(labels)

@@ -117,10 +117,14 @@ class MedusaDrafter(Drafter):
         """Head `inputs.depth` on the target's features [B, T, H]; the cache is not used."""
         if inputs.features is None:
             raise ValueError("medusa reads the target's features")
-        features = inputs.features.to(compute_dtype(next(self.parameters())))
-        return DraftOutput(hidden=None, readout=self.blocks[inputs.depth](features))
+        return DraftOutput(hidden=None, readout=self.read(inputs.features, inputs.depth))
+
+    def read(self, features: Tensor, depth: int) -> Tensor:
+        """What head `depth` reads of the target's features [..., H]: the same for trainer, engine and calibration."""
+        readout: Tensor = self.blocks[depth](features.to(compute_dtype(next(self.parameters()))))
+        return readout
 
     def unroll(self, batch: DraftBatch, depths: int) -> list[DepthOutput]:
         """The first `depths` heads over all slots."""
-        features = batch.features[Tap.final].to(compute_dtype(next(self.parameters())))
-        return [DepthOutput(k, 2 + k, self.blocks[k](features)) for k in range(depths)]
+        features = batch.features[Tap.final]
+        return [DepthOutput(k, 2 + k, self.read(features, k)) for k in range(depths)]

@@ -88,7 +88,7 @@ class MedusaProposer(Proposer):
         return chooser.proposal()
 
     def _logits(self, head: int, count: int) -> Tensor:
-        return self._heads[head](self.drafter.blocks[head](self._state[:count]))
+        return self._heads[head](self.drafter.read(self._state[:count], head))
 
     def move_row(self, source: int, destination: int) -> None:
         """Row `source` takes the place of `destination`."""
