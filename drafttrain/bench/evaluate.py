@@ -22,6 +22,7 @@ from drafttrain.files import atomic_file, write_json
 from drafttrain.recipe.load import load_recipe
 from drafttrain.recipe.provenance import git_revision, hardware, versions
 from drafttrain.recipe.schema import Recipe
+from drafttrain.targets import embedded
 from drafttrain.targets.load import load_target
 from drafttrain.targets.model import TargetModel
 
@@ -146,7 +147,7 @@ def _result(
         versions=versions(),
         commit="" if revision is None else revision["commit"] + ("-dirty" if revision["dirty"] else ""),
         date=datetime.now(UTC).isoformat(timespec="seconds"),
-        notes=measured.notes,
+        notes=[*([embedded.DESCRIPTION] if recipe.target.model == embedded.NAME else []), *measured.notes],
     )
 
 

@@ -92,9 +92,14 @@ def _evaluate(arguments: argparse.Namespace, run: str, suite_file: str, override
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task("loading", total=None)
+        shown: tuple[str, int] | None = None
 
         def show(what: str, done: int, total: int) -> None:
+            nonlocal shown
             bar.update(task, description=what, completed=done, total=total)
+            if not console.is_terminal and (what.split(": ")[0], done) != shown:
+                shown = (what.split(": ")[0], done)
+                console.print(f"{shown[0]}: {done} of {total} conversations", markup=False)
 
         result, measured = evaluate(run, suite, of_target, show)
     written = write_result(result, measured, folder)
