@@ -188,8 +188,8 @@ class Engine:
         self.cache.commit(verdict.accepted + 1)
         verified = self._now()
         emitted = [
-            self._append(row, tokens[:kept], bonus)
-            for row, tokens, kept, bonus in zip(
+            self._append(row, path[:kept], bonus)
+            for row, path, kept, bonus in zip(
                 rows, drafts.tolist(), verdict.accepted.tolist(), verdict.bonus.tolist(), strict=True
             )
         ]
@@ -201,7 +201,7 @@ class Engine:
         draft_s, verify_s = drafted - start + observed - appended, verified - drafted
         counts, depths, accepted = proposal.counts.tolist(), proposal.deepest().tolist(), verdict.accepted.tolist()
         facts = list(zip(rows, counts, depths, accepted, emitted, reasons, strict=True))
-        yield_from = list(self._retire())
+        finished = list(self._retire())
         end = self._now()
         host_s = end - start - draft_s - verify_s
         for row, proposed, depth, kept, count, reason in facts:
@@ -223,7 +223,7 @@ class Engine:
             )
             row.rounds += 1
         self.decode_s += end - start
-        yield from yield_from
+        yield from finished
 
     def _propose(self, rows: list[Row], k: int, room: Tensor) -> Proposal:
         if self.proposer is None or k == 0:

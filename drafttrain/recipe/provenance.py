@@ -12,7 +12,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from drafttrain.files import read_json, sha256_file, write_json
+from drafttrain.files import read_json, write_json
 
 PROVENANCE = "provenance.json"
 """Name of the file in a run's folder: a list with one entry for each launch."""
@@ -43,7 +43,7 @@ def collect_provenance(
 
     Args:
         target: `TargetIdentity.to_dict()`: name, and hashes of weights, tokenizer and template.
-        data: name of each input -> its SHA-256; see `hash_files`.
+        data: name of each input -> its SHA-256.
         command: the command line, this process's own unless given.
     """
     return {
@@ -64,11 +64,6 @@ def record_provenance(folder: str | Path, entry: Mapping[str, Any]) -> Path:
     launches = read_json(file) if file.exists() else []
     write_json(file, [*launches, dict(entry)])
     return file
-
-
-def hash_files(paths: Sequence[str | Path]) -> dict[str, str]:
-    """SHA-256 of each file, by its name as given."""
-    return {str(path): sha256_file(path) for path in paths}
 
 
 def versions() -> dict[str, str]:

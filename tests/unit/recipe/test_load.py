@@ -11,12 +11,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from drafttrain.errors import RecipeError, UserError
+from drafttrain.files import sha256_file
 from drafttrain.recipe.load import load_config, load_recipe, save_recipe
 from drafttrain.recipe.problems import InvalidRecipe
 from drafttrain.recipe.provenance import (
     collect_provenance,
     git_revision,
-    hash_files,
     record_provenance,
     versions,
 )
@@ -183,7 +183,9 @@ def test_provenance_says_what_ran(tmp_path: Path) -> None:
     data = tmp_path / "answers.jsonl"
     data.write_bytes(b"{}\n")
     entry = collect_provenance(
-        target={"name": "t", "weights_hash": "1"}, data=hash_files([data]), command=["drafttrain", "train", "r"]
+        target={"name": "t", "weights_hash": "1"},
+        data={str(data): sha256_file(data)},
+        command=["drafttrain", "train", "r"],
     )
     assert entry["command"] == ["drafttrain", "train", "r"]
     assert entry["data"] == {str(data): "ca3d163bab055381827226140568f3bef7eaac187cebd76878e0b63e9e442356"}
