@@ -5,7 +5,8 @@
 The target answers the first turn of each prompt greedily in fp32. The trained draft is unrolled over those answers as
 the trainer unrolls it, and rounds of K drafts are played through on paper: accepted while its argmax is the next
 token. The engine serves the same prompts. Both must give the same rounds: a difference is a fault between
-trainer and engine, a low acceptance in both is a draft that has not learnt such answers. For feature drafts (EAGLE, Medusa).
+trainer and engine, a low acceptance in both is a draft that has not learnt such answers.
+For feature drafts (EAGLE, Medusa).
 """
 
 from __future__ import annotations
