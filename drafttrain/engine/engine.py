@@ -18,6 +18,11 @@ from drafttrain.errors import EngineError
 from drafttrain.modeling.causal_lm import CausalLM
 from drafttrain.modeling.taps import FeatureSpec, Tap
 
+# Tokens in one prefill: enough to keep the processor busy, few enough to bound its activations.
+_MAX_PREFILL_TOKENS = 4096
+# Padding tokens in one prefill that are cheaper than another forward.
+_MAX_PADDING = 64
+
 
 class Engine:
     """Generates with a target and, optionally, a proposer. Without one it is the baseline of every speed-up.
@@ -144,6 +149,13 @@ class Engine:
         if not new:
             return
         start = self._now()
+        for group in _alike_in_length(new):
+            self._prefill(group)
+        self.prefill_s += self._now() - start
+        yield from self._retire()
+
+    def _prefill(self, new: list[Row]) -> None:
+        """Run the prompts of `new` in one forward and add their first tokens."""
         first = len(self.rows)
         longest = max(len(row.tokens) for row in new)
         ids = torch.zeros(len(new), longest, dtype=torch.int64)
@@ -167,8 +179,6 @@ class Engine:
         self.rows.extend(new)
         if self.proposer is not None:
             self.proposer.admit(first, new, out.taps)
-        self.prefill_s += self._now() - start
-        yield from self._retire()
 
     def _round(self) -> Iterator[Completion]:
         rows = self.rows
@@ -294,3 +304,18 @@ class Engine:
             self.rows.pop()
             output = row.tokens[len(row.request.prompt_ids) :]
             yield Completion(row.request.id, row.request.turn, output, reason, row.writers)
+
+
+def _alike_in_length(rows: list[Row]) -> Iterator[list[Row]]:
+    """Split rows that join into groups whose prompts are padded to one length at little cost."""
+    group: list[Row] = []
+    for row in sorted(rows, key=lambda row: len(row.tokens)):
+        longest = len(row.tokens)
+        # A forward has a cost of its own, so short prompts may be padded by more than their own length.
+        padding = sum(longest - len(other.tokens) for other in group)
+        if group and (padding > _MAX_PADDING or longest * (len(group) + 1) > _MAX_PREFILL_TOKENS):
+            yield group
+            group = []
+        group.append(row)
+    if group:
+        yield group
