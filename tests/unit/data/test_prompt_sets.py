@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import unicodedata
 from collections import Counter
-from itertools import combinations, product
+from itertools import combinations
 from pathlib import Path
 from typing import Any, cast
 
@@ -81,7 +82,7 @@ def test_every_line_has_the_schema(name: str) -> None:
     prefix = "eval" if name == "eval_core" else "train"
     for record in load(name):
         assert list(record) == ["id", "category", "turns"]
-        assert re.fullmatch(rf"{prefix}-{record['category']}-\d{{2,3}}", record["id"])
+        assert re.fullmatch(rf"{prefix}-{record['category']}-\d{{2,4}}", record["id"])
         turns = record["turns"]
         assert len(turns) in ((2, 3) if record["category"] == "multi_turn" else (1,)), record["id"]
         for turn in turns:
@@ -136,11 +137,36 @@ def test_no_eight_words_in_a_row_are_shared() -> None:
     assert train & evaluation == set()
 
 
+def close_pairs(sets: dict[str, set[str]]) -> list[tuple[str, str]]:
+    """Pairs with a Jaccard similarity of `MAX_SIMILARITY` or more.
+
+    Sets that are so much alike share one of the rarest elements of each (prefix filtering, Chaudhuri et al. 2006): only
+    pairs that do are compared.
+    """
+    frequency = Counter(element for elements in sets.values() for element in elements)
+    having: dict[str, list[str]] = {}
+    close = []
+    for name, elements in sets.items():
+        rarest = sorted(elements, key=lambda element: (frequency[element], element))
+        rarest = rarest[: len(rarest) - math.ceil(MAX_SIMILARITY * len(rarest)) + 1]
+        for other in {other for element in rarest for other in having.get(element, ())}:
+            if jaccard(elements, sets[other]) >= MAX_SIMILARITY:
+                close.append((other, name))
+        for element in rarest:
+            having.setdefault(element, []).append(name)
+    return close
+
+
 def test_no_prompt_nearly_repeats_another() -> None:
-    train, evaluation = ([(r["id"], character_runs(normal(r))) for r in load(name)] for name in FILES)
-    pairs = [*product(train, evaluation), *combinations(train, 2), *combinations(evaluation, 2)]
-    close = [(a[0], b[0]) for a, b in pairs if jaccard(a[1], b[1]) >= MAX_SIMILARITY]
-    assert close == []
+    assert close_pairs({r["id"]: character_runs(normal(r)) for name in FILES for r in load(name)}) == []
+
+
+def test_the_search_for_close_pairs_finds_what_comparing_all_finds() -> None:
+    # Parts of one text, so that many pairs are near the limit.
+    text = " ".join(normal(r) for r in load("train")[:12])
+    sets = {f"{at}+{size}": character_runs(text[at : at + size]) for at in range(0, 400, 9) for size in (40, 64, 90)}
+    expected = [(a, b) for a, b in combinations(sets, 2) if jaccard(sets[a], sets[b]) >= MAX_SIMILARITY]
+    assert expected and sorted(close_pairs(sets)) == sorted(expected)
 
 
 def test_the_similarity_check_sees_a_paraphrase() -> None:
