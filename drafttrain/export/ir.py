@@ -44,6 +44,7 @@ class DraftIR:
         layers: decoder layers (EAGLE), residual blocks a head (Medusa), blocks (draft LM).
         heads: Medusa heads, else 1.
         norms: switches of EAGLE drafts.
+        bias: EAGLE-1's fc, or Medusa's residual blocks, have biases.
         lm_config: the Hugging Face config of a draft LM, in JSON form, else None.
         depth: steps that were trained; more can be drafted with all families but Medusa.
         target: identity of the target, in JSON form.
@@ -62,6 +63,7 @@ class DraftIR:
     depth: int
     target: dict[str, Any]
     provenance: dict[str, Any] = field(default_factory=dict)
+    bias: bool = False
 
     @property
     def sizes(self) -> DraftArch:
@@ -112,6 +114,7 @@ def read_ir(run: str | Path, dtype: torch.dtype | None = None) -> DraftIR:
         depth=twin.max_depth,
         target=meta.target,
         provenance=meta.provenance,
+        bias=bool(getattr(meta.config, "bias", False) or getattr(meta.config, "fc_bias", False)),
     )
 
 

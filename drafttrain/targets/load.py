@@ -49,17 +49,41 @@ def load_target(config: TargetConfig) -> TargetModel:
     with _explained(config, "weights"), no_bars():
         hf: Any = AutoModelForCausalLM.from_pretrained(place.source, **options)
     hf.to(device)
-    identity = TargetIdentity(
+    rows = int(hf.get_input_embeddings().weight.shape[0])
+    identity = _identity(config, place, tokenizer, hf.config.get_text_config(), rows)
+    return TargetModel(hf, tokenizer, identity)
+
+
+def load_identity(config: TargetConfig) -> TargetIdentity:
+    """What `load_target` would say that the target is, without loading its weights.
+
+    Raises:
+        TargetError: no config, no tokenizer or no weight files.
+    """
+    text = load_text_config(config)
+    return _identity(config, _locate(config), load_tokenizer(config), text, int(text.vocab_size))
+
+
+def weight_files(config: TargetConfig) -> list[Path]:
+    """The files that hold the target's weights.
+
+    Raises:
+        TargetError: there are none.
+    """
+    return _weight_files(config, _locate(config))
+
+
+def _identity(config: TargetConfig, place: _Place, tokenizer: Any, text: Any, vocab_size: int) -> TargetIdentity:
+    return TargetIdentity(
         name=config.model,
-        weights_hash=weights_fingerprint(_weight_files(config, place, hf)),
+        weights_hash=weights_fingerprint(_weight_files(config, place)),
         tokenizer_hash=tokenizer_hash(tokenizer),
         template_hash=template_hash(tokenizer),
-        vocab_size=int(hf.get_input_embeddings().weight.shape[0]),
+        vocab_size=vocab_size,
         tokenizer_size=len(tokenizer),
-        hidden_size=int(hf.config.get_text_config().hidden_size),
-        n_layers=int(hf.config.get_text_config().num_hidden_layers),
+        hidden_size=int(text.hidden_size),
+        n_layers=int(text.num_hidden_layers),
     )
-    return TargetModel(hf, tokenizer, identity)
 
 
 def load_tokenizer(config: TargetConfig) -> Any:
@@ -148,7 +172,7 @@ def _common(config: TargetConfig, place: _Place) -> dict[str, Any]:
     return options
 
 
-def _weight_files(config: TargetConfig, place: _Place, hf: Any) -> list[Path]:
+def _weight_files(config: TargetConfig, place: _Place) -> list[Path]:
     folder = place.folder
     if folder is not None and place.gguf_file:
         return [folder / place.gguf_file]

@@ -95,9 +95,11 @@ class Eagle1Config(EagleConfig):
     Attributes:
         feature_noise: uniform noise in +-this on the target's features while training.
         detach: HASS's aligned steps read the draft's own features without a gradient through them.
+        fc_bias: fc has a bias, as in most of the paper's own checkpoints. vLLM has none.
     """
 
     family: Literal["eagle1"] = "eagle1"
     depth: int = Field(default=1, ge=1, le=16)
     feature_noise: float = Field(default=0.1, ge=0.0)
     detach: bool = True
+    fc_bias: bool = False

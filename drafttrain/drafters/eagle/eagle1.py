@@ -25,6 +25,7 @@ class Eagle1Weights(NamedTuple):
 
     fc_embedding: Matrix
     fc_feature: Matrix
+    fc_bias: Tensor | None
     layer: LayerWeights
 
 
@@ -46,7 +47,7 @@ class Eagle1Drafter(EagleDrafter[Eagle1Weights]):
         self.max_depth = config.depth
         self.n_layers = 1
         hidden = arch.hidden_size
-        self.fc = nn.Linear(2 * hidden, hidden, bias=False, device=device)
+        self.fc = nn.Linear(2 * hidden, hidden, bias=config.fc_bias, device=device)
         self.layers = nn.ModuleList([EagleLayer(arch, reads_embedding=False, state_norm=False, device=device)])
 
     @classmethod
@@ -89,7 +90,8 @@ class Eagle1Drafter(EagleDrafter[Eagle1Weights]):
     def pack(self, dtype: torch.dtype) -> Eagle1Weights:
         """Cast and concatenate the weights, differentiably."""
         fc, hidden = self.fc.weight.to(dtype), self.arch.hidden_size
-        return Eagle1Weights(fc[:, :hidden].contiguous(), fc[:, hidden:].contiguous(), self._layer().pack(dtype))
+        bias = self.fc.bias.to(dtype) if self.config.fc_bias else None
+        return Eagle1Weights(fc[:, :hidden].contiguous(), fc[:, hidden:].contiguous(), bias, self._layer().pack(dtype))
 
     def read_tokens(self, weights: Eagle1Weights, tokens: Tensor, dtype: torch.dtype) -> Tensor | None:
         """The embedding's half of fc."""
@@ -110,7 +112,7 @@ class Eagle1Drafter(EagleDrafter[Eagle1Weights]):
         """fc and the layer; the result is the predicted feature f_{t+1}, which the head reads, too."""
         cos, sin = self.rotary(positions, state.dtype)
         recompute = self.gradient_checkpointing and torch.is_grad_enabled()
-        fused = linear(state, weights.fc_feature)
+        fused = linear(state, weights.fc_feature, weights.fc_bias)
         if from_tokens is not None:
             fused = fused + from_tokens
         predicted = self._layer().run(weights.layer, 0, fused, None, cos, sin, cache, recompute)

@@ -12,10 +12,12 @@ from drafttrain.modeling.causal_lm import CausalLM
 
 
 def initialise(module: nn.Module, std: float = 0.02) -> None:
-    """Normal matrices (Llama's spread) and unit norms."""
+    """Normal matrices (Llama's spread), no biases and unit norms."""
     for child in module.modules():
         if isinstance(child, nn.Linear):
             nn.init.normal_(child.weight, std=std)
+            if child.bias is not None:
+                nn.init.zeros_(child.bias)
 
 
 @torch.no_grad()

@@ -18,6 +18,7 @@ class MedusaConfig(Config):
         head: "own": a trained head for each; "target": all read the frozen head of the target, which saves
             num_heads * V * H parameters (`original_lm_head` in vLLM).
         init_head: where own heads start.
+        bias: the residual blocks have biases, as the paper's own checkpoints have.
         warm_start: folder of a trained draft to start from.
     """
 
@@ -26,4 +27,5 @@ class MedusaConfig(Config):
     num_layers: int = Field(default=1, ge=1, le=8)
     head: Literal["own", "target"] = "own"
     init_head: Literal["target", "random"] = "target"
+    bias: bool = False
     warm_start: str | None = None

@@ -20,11 +20,13 @@ from drafttrain.ops.packed_linear import pack_linears
 
 
 class ResidualBlocks(nn.Module):
-    """n times x + SiLU(W x), each with weights of its own; zero weights make it the identity."""
+    """n times x + SiLU(W x + b), each with weights of its own; zero weights make it the identity."""
 
-    def __init__(self, hidden: int, n_layers: int, device: torch.device | str | None = None) -> None:
+    def __init__(
+        self, hidden: int, n_layers: int, bias: bool = False, device: torch.device | str | None = None
+    ) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(hidden, hidden, bias=False, device=device) for _ in range(n_layers))
+        self.layers = nn.ModuleList(nn.Linear(hidden, hidden, bias=bias, device=device) for _ in range(n_layers))
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., H] -> [..., H]."""
@@ -37,7 +39,7 @@ class MedusaDrafter(Drafter):
     """Head i reads the target's state after its final norm at t and predicts x_{t+2+i}; no recurrence, no
     cache.
 
-    State dict: blocks.{i}.layers.{l}.weight [H, H] and, with own heads, lm_heads.{i}.weight [V, H].
+    State dict: blocks.{i}.layers.{l}.weight [H, H] (and .bias) and, with own heads, lm_heads.{i}.weight [V, H].
     """
 
     family = "medusa"
@@ -50,7 +52,9 @@ class MedusaDrafter(Drafter):
         self.vocab_map = VocabMap.full(arch.vocab_size)
         self.max_depth = config.num_heads
         hidden = arch.target_hidden_size
-        self.blocks = nn.ModuleList(ResidualBlocks(hidden, config.num_layers, device) for _ in range(config.num_heads))
+        self.blocks = nn.ModuleList(
+            ResidualBlocks(hidden, config.num_layers, config.bias, device) for _ in range(config.num_heads)
+        )
         own = config.num_heads if config.head == "own" else 0
         self.lm_heads = nn.ModuleList(nn.Linear(hidden, arch.vocab_size, bias=False, device=device) for _ in range(own))
 

@@ -1,0 +1,1 @@
+"""Drafts made elsewhere, read into the intermediate form."""

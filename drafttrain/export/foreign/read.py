@@ -1,0 +1,82 @@
+"""From a folder made elsewhere to the intermediate form."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from drafttrain.errors import CheckpointError
+from drafttrain.export.foreign.checkpoint import Checkpoint, read_checkpoint
+from drafttrain.export.foreign.detect import CAUSAL_LM, EAGLE, EAGLE3, SPECULATORS, detect
+from drafttrain.export.foreign.eagle import read_eagle1, read_eagle3
+from drafttrain.export.foreign.lm import read_lm
+from drafttrain.export.foreign.medusa import read_medusa
+from drafttrain.export.foreign.target import Target
+from drafttrain.export.ir import DraftIR
+from drafttrain.export.rebuild import IMPORTED, check_ir
+from drafttrain.targets.config import TargetConfig
+
+
+@dataclass(frozen=True)
+class ForeignDraft:
+    """A draft made elsewhere.
+
+    Attributes:
+        ir: the draft.
+        layout: the format that was read, a key of `detect.FORMATS`.
+        notes: what was converted, dropped or assumed.
+    """
+
+    ir: DraftIR
+    layout: str
+    notes: list[str]
+
+
+def read_foreign(
+    folder: str | Path,
+    target: TargetConfig | None = None,
+    *,
+    layout: str = "auto",
+    taps: Sequence[int | str] | None = None,
+) -> ForeignDraft:
+    """Read a draft that another tool wrote, or an export of this one. The target's weights are not loaded.
+
+    Args:
+        folder: with config.json and weights (safetensors, or pickled tensors).
+        target: what it was made for; default: the one that the folder names.
+        layout: a key of `detect.FORMATS`, or "auto".
+        taps: states that an EAGLE-3 draft reads, where the folder does not say it or is wrong.
+
+    Raises:
+        CheckpointError: an unknown or ambiguous layout, parts that are not understood, a draft for another target.
+        TargetError: the target's config, tokenizer or files cannot be found.
+    """
+    checkpoint = read_checkpoint(folder)
+    found = detect(checkpoint, layout)
+    about = Target(target or _named_target(checkpoint))
+    if taps is not None and found not in (EAGLE3, SPECULATORS):
+        raise CheckpointError(f"taps have no meaning for format {found}", where="--taps", remedy="leave it out")
+    if found in (EAGLE3, SPECULATORS):
+        ir, notes = read_eagle3(checkpoint, about, taps)
+    elif found == EAGLE:
+        ir, notes = read_eagle1(checkpoint, about)
+    elif found == CAUSAL_LM:
+        ir, notes = read_lm(checkpoint, about)
+    else:
+        ir, notes = read_medusa(checkpoint, about)
+    origin = {"from": str(Path(folder).resolve()), "files": list(checkpoint.files), "format": found, "notes": notes}
+    ir = replace(ir, provenance={IMPORTED: origin})
+    check_ir(ir, folder)
+    return ForeignDraft(ir, found, notes)
+
+
+def _named_target(checkpoint: Checkpoint) -> TargetConfig:
+    config = checkpoint.config
+    verifier = (config.get("speculators_config") or {}).get("verifier") or {}
+    name = verifier.get("name_or_path") or config.get("base_model_name_or_path")
+    if not name:
+        raise CheckpointError(
+            "does not say which target it was made for", where=checkpoint.folder, remedy="name it with --target"
+        )
+    return TargetConfig(model=str(name))
