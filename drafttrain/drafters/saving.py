@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from pydantic import TypeAdapter, ValidationError
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from drafttrain.drafters.base import Drafter
+from drafttrain.drafters.eagle.config import Eagle3Config, EagleConfig
 from drafttrain.drafters.registry import DrafterConfig, drafter_class
 from drafttrain.errors import CheckpointError
 from drafttrain.files import atomic_folder, read_json, write_json
@@ -26,9 +27,24 @@ from drafttrain.modeling.vocab_map import VocabMap
 
 WEIGHTS, META, FORMAT = "model.safetensors", "draft.json", 1
 _CONFIG: TypeAdapter[Any] = TypeAdapter(DrafterConfig)
+_PIECE = 1 << 20  # elements
 # A draft reads these of its target; a target that differs in one of them cannot be served by it.
 _VOCABULARY = ("tokenizer_hash", "vocab_size")
 _SHAPE = ("hidden_size", "n_layers")
+# Keys of configs that say what a draft computes.
+_SIZES = frozenset({"hidden_size", "intermediate_size", "num_heads", "num_kv_heads"})
+_COMPUTED = _SIZES | {
+    "taps",
+    "draft_vocab_size",
+    "num_layers",
+    "norm_before_fc",
+    "fc_norm",
+    "norm_output",
+    "norm_before_residual",
+    "fc_bias",
+    "head",
+    "bias",
+}
 
 
 @dataclass(frozen=True)
@@ -178,9 +194,14 @@ def check_state(drafter: Drafter, tensors: Mapping[str, Tensor], where: str | Pa
             where=where,
             remedy="sharded parameters must be gathered before they are saved",
         )
-    broken = [n for n, t in tensors.items() if t.is_floating_point() and not bool(t.isfinite().all())]
+    broken = [name for name, tensor in tensors.items() if tensor.is_floating_point() and not _is_finite(tensor)]
     if broken:
         raise CheckpointError(f"NaN or Inf in {', '.join(broken)}", where=where, remedy="lower the learning rate")
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    """In pieces: masks of a whole head would take as much memory again as the draft."""
+    return all(bool(piece.isfinite().all()) for piece in tensor.flatten().split(_PIECE))
 
 
 def read_meta(folder: str | Path) -> DraftMeta:
@@ -306,44 +327,54 @@ def _fill(drafter: Drafter, tensors: dict[str, Tensor], where: str | Path) -> No
     drafter.load_state_dict(drafter.loaded_names(tensors), strict=False)
 
 
-def saved_vocab_map(folder: str | Path) -> VocabMap:
-    """The vocabulary map of a saved draft, which a warm start must keep.
+def warm_start(
+    config: DrafterConfig, folder: str | Path, device: torch.device | str | None = None
+) -> tuple[Drafter, DraftMeta]:
+    """A draft in fp32 and train mode that goes on from a saved one.
+
+    The saved draft's vocabulary map, sizes and rotary parameters are kept: rows of its head stand for tokens of
+    that map, and rotated with another base its keys would mean other positions.
+
+    Args:
+        config: of the same family; says how it is trained on, and must not contradict what it was trained as.
 
     Raises:
-        CheckpointError: no saved draft, or no valid map.
+        CheckpointError: no saved draft, another family, or keys of the config that say otherwise, by name.
     """
-    meta = read_meta(folder)
-    path = _settled(folder) / WEIGHTS
-    try:
-        with safe_open(path, framework="pt") as file:
-            names = set(file.keys())
-            tensors = {name: file.get_tensor(name) for name in ("d2t", "t2d") if name in names}
-    except (FileNotFoundError, SafetensorError) as error:
-        raise CheckpointError(f"cannot be read: {error}", where=path) from None
-    return _map_of(tensors, meta, folder)
-
-
-def warm_start(drafter: Drafter, folder: str | Path) -> DraftMeta:
-    """Fill a fresh draft with the weights of a saved one of the same family, sizes and vocabulary map.
-
-    Raises:
-        CheckpointError: another family, other sizes or another map. Rows of the head stand for tokens of the
-            map they
-            were trained with: under another map they would silently predict the wrong ones.
-    """
-    meta = read_meta(folder)
-    if meta.family != drafter.family:
+    meta, tensors = read_meta(folder), _read_tensors(folder)
+    if meta.family != config.family:
         raise CheckpointError(
-            f"holds a draft of family {meta.family}, the recipe asks for {drafter.family}", where=folder
+            f"holds a draft of family {meta.family}, the recipe asks for {config.family}", where=folder
         )
-    if saved_vocab_map(folder) != drafter.vocab_map:
+    vocab_map = _map_of(tensors, meta, folder)
+    # A draft LM has the sizes of its own Hugging Face config, whatever it was made from.
+    contradictions = [] if meta.family == "draft_lm" else _contradictions(config, meta, vocab_map)
+    if contradictions:
         raise CheckpointError(
-            "the saved draft has another vocabulary map (d2t) than the new one",
+            f"the recipe contradicts the draft that it starts from: {'; '.join(contradictions)}",
             where=folder,
-            remedy="start from the saved map (`saved_vocab_map`) or leave out warm_start",
+            remedy="set these keys of drafter as saved, or leave out warm_start",
         )
-    _fill(drafter, _read_tensors(folder), folder)
-    return meta
+    drafter = _built(replace(meta, config=config), vocab_map, device, folder)
+    _fill(drafter, tensors, folder)
+    return drafter.train(), meta
+
+
+def _contradictions(config: DrafterConfig, meta: DraftMeta, vocab_map: VocabMap) -> list[str]:
+    """Keys of a config that change what a draft computes and say otherwise than the saved one's."""
+    asked, saved = config.model_dump(), meta.config.model_dump()
+    if isinstance(config, Eagle3Config):
+        layers = meta.arch["target_layers"]
+        asked["taps"], saved["taps"] = ([str(tap) for tap in c.taps_for(layers)] for c in (config, meta.config))
+        saved["draft_vocab_size"] = vocab_map.size
+    if isinstance(config, EagleConfig):
+        saved |= {size: meta.arch[size] for size in _SIZES if size in saved}
+    return [
+        f"{key} is {asked[key]}, saved {saved[key]}"
+        for key in sorted(_COMPUTED & set(asked))
+        # None leaves it open.
+        if asked[key] is not None and asked[key] != saved[key]
+    ]
 
 
 def check_target(

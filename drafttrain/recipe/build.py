@@ -15,7 +15,7 @@ from drafttrain.corpus.dataset import Corpus, build_corpus, split_held_out, toke
 from drafttrain.corpus.types import Conversation, Sample
 from drafttrain.drafters.base import Drafter
 from drafttrain.drafters.build import build_drafter, init_from_target, new_vocab_map
-from drafttrain.drafters.saving import saved_vocab_map, warm_start
+from drafttrain.drafters.saving import check_target, warm_start
 from drafttrain.errors import RecipeError, UserError
 from drafttrain.features.sources import (
     FeatureSource,
@@ -145,19 +145,23 @@ def prepare_drafter(
 
     Raises:
         RecipeError: a draft that does not fit the target.
-        CheckpointError: a warm start from a foreign draft.
+        CheckpointError: a warm start from a draft of another target or of other make.
     """
     torch.manual_seed(recipe.training_seed)
     counts = token_counts(samples, target.vocab_size)
-    start = getattr(recipe.drafter, "warm_start", None)
+    start = recipe.drafter.warm_start
     try:
-        vocab_map = saved_vocab_map(start) if start else _fresh_map(recipe, target, chat, samples, counts)
-        drafter = build_drafter(recipe.drafter, target.config, vocab_map, target.device)
-        init_from_target(drafter, target)
+        if start:
+            drafter, meta = warm_start(recipe.drafter, start, target.device)
+            # Other weights are what a draft is trained further for: a fine-tune of its target.
+            check_target(meta, target.identity.to_dict(), where=start, other_weights=True)
+            drafter.bind(target.embedding_weight, target.head())
+        else:
+            vocab_map = _fresh_map(recipe, target, chat, samples, counts)
+            drafter = build_drafter(recipe.drafter, target.config, vocab_map, target.device)
+            init_from_target(drafter, target)
     except ValueError as error:
         raise RecipeError(str(error), where="drafter") from None
-    if start:
-        warm_start(drafter, start)
     return drafter, drafter.vocab_map.to("cpu").coverage(counts)
 
 

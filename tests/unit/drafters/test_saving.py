@@ -10,7 +10,6 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from drafttrain.drafters.build import build_drafter, new_vocab_map
 from drafttrain.drafters.eagle.config import Eagle1Config, Eagle3Config
 from drafttrain.drafters.lm.config import DraftLMConfig
 from drafttrain.drafters.medusa.config import MedusaConfig
@@ -23,7 +22,6 @@ from drafttrain.drafters.saving import (
     read_draft,
     read_meta,
     save_draft,
-    saved_vocab_map,
     warm_start,
 )
 from drafttrain.errors import CheckpointError
@@ -191,8 +189,8 @@ def test_damaged_folders(tmp_path: Path) -> None:
     weights.write_bytes(whole[: len(whole) // 2])
     with pytest.raises(CheckpointError, match="damaged or truncated"):
         load_draft(folder)
-    with pytest.raises(CheckpointError, match="cannot be read"):
-        saved_vocab_map(folder)
+    with pytest.raises(CheckpointError, match="damaged or truncated"):
+        warm_start(CONFIGS["eagle3"], folder)
     weights.unlink()
     # A pickle beside it is never opened.
     torch.save({}, folder / "pytorch_model.bin")
@@ -224,23 +222,43 @@ def test_descriptions_of_another_version(change: dict[str, Any], tmp_path: Path)
 def test_warm_start_keeps_the_map_of_the_checkpoint(tmp_path: Path) -> None:
     folder = tmp_path / "d"
     saved = _draft("eagle3", 3)
-    save_draft(folder, saved, target=TARGET)
-    text = plain_target().config
-    assert saved_vocab_map(folder) == MAP
-    fresh = build_drafter(CONFIGS["eagle3"], text, saved_vocab_map(folder))
-    warm_start(fresh, folder)
-    assert all(torch.equal(value, saved.state_dict()[name]) for name, value in fresh.state_dict().items())
+    save_draft(folder, saved, target=TARGET, dtype=torch.bfloat16)
+    config = CONFIGS["eagle3"]
+    started, meta = warm_start(config.model_copy(update={"depth": 3, "draft_vocab_size": None}), folder)
+    assert started.vocab_map == MAP and started.max_depth == 3 and started.training
+    assert meta.config == config and {p.dtype for p in started.parameters()} == {torch.float32}
+    rounded = {n: v.bfloat16().float() if v.is_floating_point() else v for n, v in saved.state_dict().items()}
+    assert all(torch.equal(value, rounded[name]) for name, value in started.state_dict().items())
 
-    counts = torch.arange(VOCAB).flip(0)
-    other = build_drafter(CONFIGS["eagle3"], text, new_vocab_map(CONFIGS["eagle3"], VOCAB, counts))
-    before = other.state_dict()["lm_head.weight"].clone()
-    with pytest.raises(CheckpointError, match="another vocabulary map"):
-        warm_start(other, folder)
-    assert torch.equal(other.state_dict()["lm_head.weight"], before)
+
+def test_warm_start_keeps_rotary_parameters_and_sizes(tmp_path: Path) -> None:
+    """CASES 16: those of the draft, which a recipe cannot know, not those of the target."""
+    saved = _draft("eagle1", 3)
+    arch = saved.arch.model_copy(update={"rope_parameters": {"rope_type": "default", "rope_theta": 77.0}})  # type: ignore[union-attr]
+    other = type(saved).from_saved(saved.config, arch.model_dump(), saved.vocab_map, None)  # type: ignore[operator]
+    save_draft(tmp_path / "d", other, target=TARGET)
+    started, _ = warm_start(CONFIGS["eagle1"], tmp_path / "d")
+    assert started.saved_arch() == other.saved_arch()
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"draft_vocab_size": 29}, "draft_vocab_size is 29, saved 30"),
+        ({"taps": (1, 2, 4)}, r"taps is \['1', '2', '4'\], saved \['2', '3', '3'\]"),
+        ({"fc_norm": False}, "fc_norm is False, saved True"),
+        ({"num_layers": 1}, "num_layers is 1, saved 2"),
+        ({"intermediate_size": 5, "norm_output": True}, "intermediate_size is 5, saved 48; norm_output is True"),
+    ],
+)
+def test_a_recipe_that_contradicts_the_draft_it_starts_from(change: dict[str, Any], named: str, tmp_path: Path) -> None:
+    """CASES 12."""
+    save_draft(tmp_path / "d", _draft("eagle3"), target=TARGET)
+    base = CONFIGS["eagle3"].model_dump()
+    with pytest.raises(CheckpointError, match=named):
+        warm_start(Eagle3Config.model_validate(base | change), tmp_path / "d")
     with pytest.raises(CheckpointError, match="of family eagle3"):
-        warm_start(build_drafter(Eagle1Config(), text), folder)
-    with pytest.raises(CheckpointError, match=r"missing|unknown"):
-        warm_start(build_drafter(Eagle3Config(draft_vocab_size=30), text, MAP), folder)
+        warm_start(Eagle1Config(), tmp_path / "d")
 
 
 def test_targets_are_compared_by_vocabulary_and_weights_not_by_name(tmp_path: Path) -> None:
