@@ -7,6 +7,8 @@ from pathlib import Path
 
 from drafttrain.cli.common import Subparsers, positive
 
+_ENGINES = "vllm, speculators (vLLM), sglang, trtllm (TensorRT-LLM), hf (transformers)"
+
 
 def register(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
     """Add the command."""
@@ -18,7 +20,7 @@ def register(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
         "An option that an engine lacks is refused by name. The target's weights are not read.",
     )
     parser.add_argument("folder", metavar="RUN", help="a run's folder (its best draft is taken), or a draft's folder")
-    parser.add_argument("--to", required=True, metavar="ENGINE[,ENGINE]", help="vllm, sglang, hf (transformers)")
+    parser.add_argument("--to", required=True, metavar="ENGINE[,ENGINE]", help=_ENGINES)
     parser.add_argument("--out", type=Path, metavar="DIR", help="write DIR/ENGINE; default: RUN/export/ENGINE")
     parser.add_argument("--k", type=positive, metavar="K", help="draft tokens a round in the serving command")
     parser.add_argument(
@@ -32,6 +34,7 @@ def run(arguments: argparse.Namespace) -> int:
     import torch
     from rich.console import Console
 
+    from drafttrain.export.forecast import describe
     from drafttrain.export.write import export_draft
 
     console = Console(soft_wrap=True, highlight=False)
@@ -41,5 +44,7 @@ def run(arguments: argparse.Namespace) -> int:
         console.print(f"[bold]{written.engine}[/bold]: {written.folder} ({written.nbytes / 2**20:.1f} MiB, read back)")
         for note in written.notes:
             console.print(f"  {note}", markup=False)
+        for line in [] if written.expected is None else describe(written.expected, written.engine):
+            console.print(f"  {line}", markup=False)
         console.print(written.command, markup=False)
     return 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from drafttrain.export.forecast import Forecast, describe
 from drafttrain.export.ir import DraftIR
 from drafttrain.export.layout import Engine, Layout
 from drafttrain.export.measured import Measurement
@@ -21,6 +22,7 @@ def model_card(
     measured: list[Measurement],
     in_training: Mapping[str, Any] | None,
     recipe: str | None,
+    expected: Forecast | None = None,
 ) -> str:
     """README.md.
 
@@ -29,6 +31,7 @@ def model_card(
         measured: rows of evaluations.
         in_training: the best measurement on held-out prompts while training.
         recipe: the resolved recipe, as YAML.
+        expected: what the server's counters should show.
     """
     target = ir.target.get("name", "unknown")
     parts = [
@@ -37,6 +40,7 @@ def model_card(
         "## Serve",
         f"```\n{command}\n```",
         _serving_notes(ir, engine),
+        *([] if expected is None else ["## Expected in the server", _bullets(describe(expected, engine.name))]),
         "## Measured",
         _measured(measured, in_training),
         "## Trained",

@@ -20,11 +20,18 @@ class Layout:
         config: `config.json`.
         tensors: `model.safetensors`, under the engine's names.
         notes: what was converted or is worth knowing; logged and kept in the card.
+        files: further text files by name.
     """
 
     config: dict[str, Any]
     tensors: dict[str, Tensor]
     notes: list[str] = field(default_factory=list)
+    files: dict[str, str] = field(default_factory=dict)
+
+
+def as_it_is(ir: DraftIR, layout: Layout, folder: Path, target: str, k: int) -> Layout:
+    """For engines whose folder says nothing of how it is served."""
+    return layout
 
 
 @dataclass(frozen=True)
@@ -36,12 +43,14 @@ class Engine:
         versions: what the layout was taken from.
         layout: makes the folder's content; refuses what the engine cannot express.
         command: (draft, folder, target's name or path, draft tokens a round) -> the command that serves it.
+        complete: adds to a layout what depends on those: (draft, layout, folder, target, draft tokens).
     """
 
     name: str
     versions: str
     layout: Callable[[DraftIR], Layout]
     command: Callable[[DraftIR, Path, str, int], str]
+    complete: Callable[[DraftIR, Layout, Path, str, int], Layout] = as_it_is
 
 
 def refuse(engine: str, option: str, why: str, remedy: str) -> ExportError:

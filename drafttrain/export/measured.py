@@ -17,6 +17,7 @@ class Measurement:
         suite: its name.
         k, temperature, batch: the setting.
         tau, tau_ci: acceptance length, bonus token included, and its 95 % interval.
+        alpha: P(depth i accepted | depth i-1 accepted).
         per_position: P(depth i accepted), unconditional: what vLLM's counters give.
         acceptance_rate: accepted / proposed.
         speedup, speedup_ci: over the same engine without drafting, or None.
@@ -29,6 +30,7 @@ class Measurement:
     batch: int
     tau: float
     tau_ci: tuple[float, float] | None
+    alpha: list[float | None]
     per_position: list[float | None]
     acceptance_rate: float | None
     speedup: float | None
@@ -57,6 +59,7 @@ def _row(result: dict[str, Any], row: dict[str, Any]) -> Measurement:
         batch=setting["batch"],
         tau=acceptance["tau"],
         tau_ci=_interval(acceptance["tau_ci"]),
+        alpha=acceptance["alpha"],
         per_position=acceptance["per_position"],
         acceptance_rate=acceptance["acceptance_rate"],
         speedup=speed.get("speedup"),

@@ -52,9 +52,12 @@ def _eagle3(ir: DraftIR) -> Layout:
 
 
 def _eagle1(ir: DraftIR) -> Layout:
+    config = llama_config(ir, "LlamaForCausalLMEagle")
+    if ir.bias:
+        return Layout(config=config, tensors=eagle1_tensors(ir))
     bias = torch.zeros(ir.sizes.hidden_size, dtype=ir.dtype)
     return Layout(
-        config=llama_config(ir, "LlamaForCausalLMEagle"),
+        config=config,
         tensors=named_like(eagle1_tensors(ir), {"fc.bias": bias}),
         notes=["fc.bias: zeros, since SGLang's fc always has a bias"],
     )

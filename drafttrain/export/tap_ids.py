@@ -21,6 +21,11 @@ def sglang_id(tap: Tap, n_layers: int) -> int:
     return vllm_id(tap, n_layers) - 1
 
 
+def trtllm_id(tap: Tap, n_layers: int) -> int:
+    """The output of that layer, as in SGLang; here the last layer's can be captured, too."""
+    return vllm_id(tap, n_layers) - 1
+
+
 def ordered_taps(ir: DraftIR) -> list[Tap]:
     """The taps in the order in which the target computes them: engines concatenate in that order."""
     return sorted(ir.taps, key=lambda tap: vllm_id(tap, ir.sizes.target_layers))

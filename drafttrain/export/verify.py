@@ -6,18 +6,19 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError, safe_open
 
 from drafttrain.drafters.lm.hf import new_model, text_config_from
 from drafttrain.errors import UserError
 from drafttrain.export.ir import DraftIR, ExportError
 from drafttrain.export.layout import Layout
+from drafttrain.export.stream import same_tensor
 from drafttrain.files import read_json
 from drafttrain.modeling.blocks import rope_parameters_of
 from drafttrain.modeling.vocab_map import VocabMap
 
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
+_LAYER = "transformer_layer_config"
 Shapes = dict[str, tuple[int, ...]]
 
 
@@ -52,18 +53,20 @@ def _problems(folder: Path, ir: DraftIR, layout: Layout) -> Iterator[str]:
         for name in sorted(names ^ set(layout.tensors)):
             yield f"tensor {name} is {'extra' if name in names else 'missing'}"
         for name in sorted(names & set(layout.tensors)):
-            # One at a time: re-reading must not double the memory.
-            found, wanted = file.get_tensor(name), layout.tensors[name]
-            if found.dtype != wanted.dtype or not torch.equal(found, wanted):
+            if not same_tensor(file, name, layout.tensors[name]):
                 yield f"tensor {name} differs"
-            if tuple(found.shape) != expected.get(name):
-                yield f"tensor {name} is {tuple(found.shape)}, the engine expects {expected.get(name)}"
+            shape = tuple(file.get_slice(name).get_shape())
+            if shape != expected.get(name):
+                yield f"tensor {name} is {shape}, the engine expects {expected.get(name)}"
         for name in sorted(set(expected) - names):
             yield f"tensor {name}, which the engine expects, is missing"
         if "d2t" in names:
             VocabMap(file.get_tensor("d2t"), file.get_tensor("t2d"))  # offsets, in range, each id once
+    for name, text in layout.files.items():
+        if (folder / name).read_text(encoding="utf-8") != text:
+            yield f"{name} differs"
     if ir.arch is not None and ir.family != "medusa":
-        yield from _rotary_problems(config, ir.arch.rope_parameters)
+        yield from _rotary_problems(config.get(_LAYER, config), ir.arch.rope_parameters)
 
 
 def _rotary_problems(config: Mapping[str, Any], wanted: Mapping[str, Any]) -> Iterator[str]:
@@ -90,13 +93,17 @@ def engine_shapes(family: str, config: Mapping[str, Any]) -> Shapes:
         case "eagle1":
             return _eagle1_shapes(config)
         case "medusa":
-            h, v = config["hidden_size"], config["truncated_vocab_size"]
-            heads, layers = range(config["num_heads"]), range(config["num_hidden_layers"])
-            return {
-                **{f"blocks.{i}.layers.{j}.weight": (h, h) for i in heads for j in layers},
-                **{f"lm_heads.{i}.weight": (v, h) for i in heads},
-            }
+            return _medusa_shapes(config)
     return _lm_shapes(config)
+
+
+def _medusa_shapes(config: Mapping[str, Any]) -> Shapes:
+    h, v = config["hidden_size"], config["truncated_vocab_size"]
+    heads, layers = range(config["num_heads"]), range(config["num_hidden_layers"])
+    shapes: Shapes = {f"blocks.{i}.layers.{j}.weight": (h, h) for i in heads for j in layers}
+    if config.get("medusa_fc_bias"):
+        shapes |= {f"blocks.{i}.layers.{j}.bias": (h,) for i in heads for j in layers}
+    return shapes | {f"lm_heads.{i}.weight": (v, h) for i in heads}
 
 
 def _lm_shapes(config: Mapping[str, Any]) -> Shapes:
@@ -124,8 +131,13 @@ def _eagle1_shapes(config: Mapping[str, Any]) -> Shapes:
 
 
 def _eagle3_shapes(config: Mapping[str, Any]) -> Shapes:
+    """Of the raw layout, and of speculators', whose first layer has a number."""
+    if _LAYER in config:
+        flat = {**config[_LAYER], **{key: value for key, value in config.items() if key != _LAYER}}
+        return {name.replace("midlayer.", "layers.0."): shape for name, shape in _eagle3_shapes(flat).items()}
     h, vd, v = config["hidden_size"], config["draft_vocab_size"], config["vocab_size"]
     taps = config.get("num_aux_hidden_states", 3)
+    options = {**config, **(config.get("eagle_config") or {})}
     shapes: Shapes = {
         "fc.weight": (h, taps * h),
         "norm.weight": (h,),
@@ -140,7 +152,7 @@ def _eagle3_shapes(config: Mapping[str, Any]) -> Shapes:
         shapes |= _layer(f"layers.{i}", config, h)
         for name in ("input_layernorm", "post_attention_layernorm"):
             shapes[f"layers.{i}.{name}.weight"] = (h,)
-    if config.get("norm_before_fc"):
+    if options.get("norm_before_fc"):
         shapes["input_norm.weight"] = (taps * h,)
     if config.get("fc_norm"):
         shapes |= {f"fc_norm.{i}.weight": (h,) for i in range(taps)}

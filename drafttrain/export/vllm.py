@@ -37,6 +37,13 @@ def _eagle3(ir: DraftIR) -> Layout:
 
 
 def _eagle1(ir: DraftIR) -> Layout:
+    if ir.bias:
+        raise refuse(
+            "vllm",
+            "drafter.fc_bias",
+            "its fc has no bias, and one that is there is dropped silently",
+            "train it further without the bias, or export it --to sglang",
+        )
     # vLLM puts "Eagle" before the architecture itself. A head, a first norm or a bias of fc must not be there.
     return Layout(config=llama_config(ir, "LlamaForCausalLM"), tensors=eagle1_tensors(ir))
 
@@ -61,7 +68,7 @@ def _medusa(ir: DraftIR) -> Layout:
         "num_heads": ir.heads,
         "num_hidden_layers": ir.layers,
         "original_lm_head": False,
-        "medusa_fc_bias": False,
+        "medusa_fc_bias": ir.bias,
         "max_position_embeddings": arch.max_position_embeddings,
         "tie_word_embeddings": False,
     }

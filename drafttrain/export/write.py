@@ -6,26 +6,30 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 
 from drafttrain.drafters.saving import find_draft
 from drafttrain.errors import UserError
 from drafttrain.export.card import model_card
+from drafttrain.export.forecast import Forecast, forecast
 from drafttrain.export.hf import HF
 from drafttrain.export.ir import DraftIR, ExportError, read_ir
 from drafttrain.export.layout import Engine, Layout
 from drafttrain.export.measured import measurements, while_training
 from drafttrain.export.sglang import SGLANG
+from drafttrain.export.sidecar import SIDECAR, sidecar
+from drafttrain.export.speculators import SPECULATORS
+from drafttrain.export.stream import write_safetensors
+from drafttrain.export.trtllm import TRTLLM
 from drafttrain.export.verify import CONFIG, WEIGHTS, verify_export
 from drafttrain.export.vllm import VLLM
 from drafttrain.files import atomic_folder, require_free_space, write_json
 from drafttrain.recipe.load import RESOLVED, load_recipe
 from drafttrain.targets import embedded
 
-ENGINES = {engine.name: engine for engine in (VLLM, SGLANG, HF)}
+ENGINES = {engine.name: engine for engine in (VLLM, SPECULATORS, SGLANG, TRTLLM, HF)}
 _log = logging.getLogger(__name__)
 
 
@@ -39,6 +43,7 @@ class Exported:
         notes: what was converted.
         command: how it is served.
         nbytes: size of the weights.
+        expected: what the server's counters should show, where the draft was measured.
     """
 
     engine: str
@@ -46,6 +51,7 @@ class Exported:
     notes: list[str]
     command: str
     nbytes: int
+    expected: Forecast | None = None
 
 
 def export_draft(
@@ -86,24 +92,31 @@ def export_draft(
     for folder in folders:
         if folder.exists():
             raise ExportError("already exists", where=folder, remedy="give another --out, or remove this folder")
-    layouts = [engine.layout(ir) for engine in chosen]
+    target = _target_name(ir)
+    layouts = [
+        engine.complete(ir, engine.layout(ir), folder, target, k)
+        for engine, folder in zip(chosen, folders, strict=True)
+    ]
     require_free_space(base, len(chosen) * ir.nbytes + (1 << 20))
+    rows, in_training = measurements(source, str(ir.provenance.get("recipe"))), while_training(source)
+    expected = forecast(rows, in_training, k)
     written = []
     for engine, folder, layout in zip(chosen, folders, layouts, strict=True):
-        command = engine.command(ir, folder, _target_name(ir), k)
+        command = engine.command(ir, folder, target, k)
         card = model_card(
             ir,
             engine,
             layout,
             command,
-            measurements(source, str(ir.provenance.get("recipe"))),
-            while_training(source),
+            rows,
+            in_training,
             (source / RESOLVED).read_text(encoding="utf-8") if recipe is not None else None,
+            expected,
         )
-        _write(folder, ir, layout, card)
+        _write(folder, ir, layout, card, sidecar(ir, engine, expected))
         for note in layout.notes:
             _log.info("%s: %s", engine.name, note)
-        written.append(Exported(engine.name, folder, layout.notes, command, ir.nbytes))
+        written.append(Exported(engine.name, folder, layout.notes, command, ir.nbytes, expected))
     return written
 
 
@@ -135,12 +148,15 @@ def _target_name(ir: DraftIR) -> str:
     return str(embedded.converted_folder()) if name == embedded.NAME else name
 
 
-def _write(folder: Path, ir: DraftIR, layout: Layout, card: str) -> None:
+def _write(folder: Path, ir: DraftIR, layout: Layout, card: str, about: dict[str, Any]) -> None:
     try:
         with atomic_folder(folder) as partial:
-            save_file(layout.tensors, partial / WEIGHTS, metadata={"format": "pt"})
+            write_safetensors(partial / WEIGHTS, layout.tensors)
             write_json(partial / CONFIG, layout.config)
+            write_json(partial / SIDECAR, about)
+            for name, text in layout.files.items():
+                (partial / name).write_text(text, encoding="utf-8")
             (partial / "README.md").write_text(card, encoding="utf-8")
             verify_export(partial, ir, layout, shown=folder)
-    except (OSError, SafetensorError) as error:
+    except OSError as error:
         raise UserError(f"cannot be written: {error}", where=folder, remedy="free some space or give --out") from None

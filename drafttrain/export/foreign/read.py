@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
+from drafttrain.drafters.saving import DraftMeta, check_target
 from drafttrain.errors import CheckpointError
 from drafttrain.export.foreign.checkpoint import Checkpoint, read_checkpoint
 from drafttrain.export.foreign.detect import CAUSAL_LM, EAGLE, EAGLE3, SPECULATORS, detect
@@ -14,7 +16,8 @@ from drafttrain.export.foreign.lm import read_lm
 from drafttrain.export.foreign.medusa import read_medusa
 from drafttrain.export.foreign.target import Target
 from drafttrain.export.ir import DraftIR
-from drafttrain.export.rebuild import IMPORTED, check_ir
+from drafttrain.export.rebuild import IMPORTED, check_ir, config_of
+from drafttrain.export.sidecar import read_sidecar
 from drafttrain.targets.config import TargetConfig
 
 
@@ -65,10 +68,34 @@ def read_foreign(
         ir, notes = read_lm(checkpoint, about)
     else:
         ir, notes = read_medusa(checkpoint, about)
-    origin = {"from": str(Path(folder).resolve()), "files": list(checkpoint.files), "format": found, "notes": notes}
+    ir = _with_sidecar(ir, checkpoint, about)
+    origin: dict[str, Any] = {
+        "from": str(Path(folder).resolve()),
+        "files": list(checkpoint.files),
+        "format": found,
+        "notes": notes,
+    }
+    about_us = read_sidecar(folder)
+    if about_us is not None:
+        origin |= {"claims": about_us["forecast"], "trained": about_us["provenance"]}
     ir = replace(ir, provenance={IMPORTED: origin})
     check_ir(ir, folder)
     return ForeignDraft(ir, found, notes)
+
+
+def _with_sidecar(ir: DraftIR, checkpoint: Checkpoint, target: Target) -> DraftIR:
+    """What an export of ours says beside the engine's config: the steps trained, and for which target.
+
+    Raises:
+        CheckpointError: it was made for another target.
+    """
+    about = read_sidecar(checkpoint.folder)
+    if about is None:
+        return ir
+    config = config_of(ir)
+    meta = DraftMeta(config, {}, int(target.identity["vocab_size"]), about["target"])
+    check_target(meta, target.identity, where=checkpoint.folder)
+    return replace(ir, depth=int(about["depth"]))
 
 
 def _named_target(checkpoint: Checkpoint) -> TargetConfig:

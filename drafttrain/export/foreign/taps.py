@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import yaml
+
 from drafttrain.export.foreign.parts import Reading
 from drafttrain.export.tap_ids import KEY
+from drafttrain.export.trtllm import OPTIONS
 from drafttrain.modeling.taps import FeatureSpec, Tap
 
 _REMEDY = "say which states are meant with --taps, such as --taps 2,16,29 (inputs of blocks)"
@@ -25,6 +28,7 @@ def read_taps(reading: Reading, count: int, n_layers: int, given: Sequence[int |
     Raises:
         CheckpointError: ids that contradict each other or the width of fc, or could be meant either way.
     """
+    beside = _trtllm_ids(reading)
     nested = (reading.config.get("eagle_config") or {}).get(KEY)
     top = reading.config.get(KEY)
     default = [2, n_layers // 2, n_layers - 3]
@@ -51,6 +55,9 @@ def read_taps(reading: Reading, count: int, n_layers: int, given: Sequence[int |
             )
         reading.notes.append(f"eagle_config.{KEY} {nested}: outputs of layers, as SGLang and SpecForge count")
         taps = _from_inputs(reading, [i + 1 for i in outputs], n_layers)
+    elif beside is not None:
+        reading.notes.append(f"{OPTIONS}: eagle3_layers_to_capture {beside}, outputs of layers")
+        taps = _from_inputs(reading, [i + 1 for i in beside], n_layers)
     else:
         if min(default) < 0 or len(set(default)) != 3:
             raise reading.error(f"names no layer ids, and the default needs a target of more than {n_layers}", _REMEDY)
@@ -59,6 +66,19 @@ def read_taps(reading: Reading, count: int, n_layers: int, given: Sequence[int |
     if len(taps) != count:
         raise reading.error(f"fc.weight reads {count} states, the layer ids name {len(taps)}", _REMEDY)
     return taps
+
+
+def _trtllm_ids(reading: Reading) -> list[int] | None:
+    """TensorRT-LLM has the ids in the server's config, which exports have beside the checkpoint."""
+    path = reading.where / OPTIONS
+    if not path.is_file():
+        return None
+    try:
+        options = yaml.safe_load(path.read_text(encoding="utf-8"))
+        ids = options["speculative_config"].get("eagle3_layers_to_capture")
+    except (yaml.YAMLError, KeyError, TypeError, AttributeError) as error:
+        raise reading.error(f"{OPTIONS} cannot be read: {error}") from None
+    return None if ids is None else _ids(reading, ids, "eagle3_layers_to_capture")
 
 
 def _ids(reading: Reading, value: object, key: str) -> list[int]:

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -28,7 +27,7 @@ from drafttrain.export.sglang import SGLANG
 from drafttrain.export.tap_ids import KEY
 from drafttrain.export.verify import verify_export
 from drafttrain.export.vllm import VLLM
-from drafttrain.export.write import export_draft
+from drafttrain.export.write import ENGINES, export_draft
 from drafttrain.files import read_json, write_json
 from drafttrain.modeling.causal_lm import CausalLM
 from drafttrain.modeling.vocab_map import VocabMap
@@ -53,12 +52,13 @@ CONFIGS: dict[str, DrafterConfig] = {
     "medusa": MedusaConfig(num_heads=2, num_layers=2),
     "draft_lm": DraftLMConfig(layers=(0, 3)),
 }
-FORMS = [
-    (name, engine)
-    for name in CONFIGS
-    for engine in ("vllm", "sglang", "hf")
-    if (name == "draft_lm" or engine != "hf") and (name != "medusa" or engine == "vllm")
-]
+SERVED = {
+    "eagle3": {"vllm", "speculators", "sglang", "trtllm"},
+    "eagle1": {"vllm", "sglang"},
+    "medusa": {"vllm"},
+    "draft_lm": {"vllm", "sglang", "trtllm", "hf"},
+}
+FORMS = [(name, engine) for name in CONFIGS for engine in ENGINES if engine in SERVED[CONFIGS[name].family]]
 
 
 def target(kind: str = "llama", **changes: Any) -> CausalLM:
@@ -90,10 +90,14 @@ def test_an_export_holds_the_draft_and_nothing_else(name: str, engine: str, tmp_
     assert sorted(path.name for path in (run / "export" / engine).iterdir()) == [
         "README.md",
         "config.json",
+        "drafttrain.json",
+        *(["llm_api_options.yaml"] if engine == "trtllm" else []),
         "model.safetensors",
     ]
     stored = load_file(run / "draft" / "model.safetensors")
     extra = {"fc.bias"} if (name, engine) == ("eagle1", "sglang") else set()
+    if engine == "speculators":
+        tensors = {name.replace("layers.0.", "midlayer."): tensor for name, tensor in tensors.items()}
     # A full map is left out: vLLM has no parameter for it.
     left_out = {"d2t", "t2d"} if name.startswith("eagle3") and name != "eagle3" else set()
     assert set(tensors) == (set(stored) | extra) - left_out
@@ -278,16 +282,13 @@ def test_a_run_without_a_finished_draft(tmp_path: Path) -> None:
         export_draft(tmp_path / "nowhere", ["vllm"])
 
 
-@pytest.mark.parametrize("raised", [OSError(28, "No space left on device"), SafetensorError("No space left")])
-def test_a_disk_that_fills_up_leaves_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, raised: Exception
-) -> None:
+def test_a_disk_that_fills_up_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = saved(tmp_path, CONFIGS["eagle1"])
 
     def full(*_: object, **__: object) -> None:
-        raise raised
+        raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("drafttrain.export.write.save_file", full)
+    monkeypatch.setattr("drafttrain.export.write.write_safetensors", full)
     with pytest.raises(UserError, match="No space left"):
         export_draft(run, ["vllm"])
     assert list((run / "export").iterdir()) == []
@@ -339,6 +340,7 @@ def test_measurements_of_the_run_are_in_the_card(tmp_path: Path) -> None:
         "acceptance": {
             "tau": 2.345,
             "tau_ci": [2.2, 2.5],
+            "alpha": [0.7, 0.571, None],
             "per_position": [0.7, 0.4, None],
             "acceptance_rate": 0.34,
         },
