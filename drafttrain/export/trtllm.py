@@ -62,6 +62,8 @@ def _eagle3(ir: DraftIR) -> Layout:
     if options.pop("norm_before_fc", False):
         options["eagle_config"] = {"norm_before_fc": True}
     config = {**llama_config(ir, "LlamaForCausalLMEagle3"), **options}
+    if not is_default(ir):
+        config["num_aux_hidden_states"] = len(ir.taps)  # not read there, but by whoever reads the folder alone
     # It finds the map by comparing the two vocabularies; offsets, as everywhere.
     return _with_dtype(Layout(config=config, tensors=eagle3_tensors(ir), notes=[_tap_note(ir)]))
 

@@ -264,7 +264,7 @@ def test_one_refusal_stops_all_engines(tmp_path: Path) -> None:
 
 def test_unknown_engines_and_existing_folders_are_refused(tmp_path: Path) -> None:
     run = saved(tmp_path, CONFIGS["eagle3"])
-    with pytest.raises(ExportError, match=r"no engine 'vlm'[\s\S]*vllm, sglang, hf"):
+    with pytest.raises(ExportError, match=r"no engine 'vlm'[\s\S]*vllm, speculators, sglang, trtllm, hf"):
         export_draft(run, ["vlm"])
     with pytest.raises(ExportError, match="no engine is named"):
         export_draft(run, [])
