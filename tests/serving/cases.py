@@ -105,10 +105,10 @@ def fitted(config: DrafterConfig, tiny: Tiny, steps: int, vocab_map: VocabMap | 
     return draft.eval()
 
 
-def exported(draft: Drafter, tiny: Tiny, run: Path) -> Path:
-    """Save a draft as a run does, export it for vLLM, return the export's folder."""
+def exported(draft: Drafter, tiny: Tiny, run: Path, engine: str = "vllm") -> Path:
+    """Save a draft as a run does, export it, return the export's folder."""
     save_draft(run / "draft", draft, target=tiny.identity)
-    (written,) = export_draft(run, ["vllm"], k=K)
+    (written,) = export_draft(run, [engine], k=K)
     return written.folder
 
 

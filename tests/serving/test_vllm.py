@@ -42,6 +42,9 @@ CASES: dict[str, tuple[DrafterConfig, int]] = {
     "draft_lm": (DraftLMConfig(layers=(0, 1, 7)), 4),
     "draft_lm-target": (DraftLMConfig(layers=tuple(range(LAYERS))), 0),  # the target itself
 }
+# In the speculators library's format: as the draft of a target, and served by itself, naming its target.
+SPECULATORS = {"speculators": "eagle3-small", "speculators-taps": "eagle3-taps", "speculators-3.1": "eagle3-3.1"}
+ALONE, ALONE_RUN = "speculators-taps", "alone"
 # Exports with one fault each: the proof must not pass them.
 BROKEN = ("no-taps", "rotary-base", "full-map")
 
@@ -70,21 +73,26 @@ def runs(
     said = torch.bincount(torch.cat(model.documents), minlength=VOCAB)
     jobs: dict[str, dict[str, Any] | None] = {PLAIN: None}
     ours = {}
-    sources = {"no-taps": "eagle3-taps", "rotary-base": "eagle3", "full-map": "eagle3"}
-    for name in [*CASES, *BROKEN]:
+    sources = {"no-taps": "eagle3-taps", "rotary-base": "eagle3", "full-map": "eagle3", **SPECULATORS}
+    for name in [*CASES, *SPECULATORS, *BROKEN]:
         if name not in wanted:
             continue
         config, steps = CASES[sources.get(name, name)]
         size = getattr(config, "draft_vocab_size", None)
         vocab_map = None if size is None else VocabMap.from_counts(said, size)
         run = folder / name
-        export = exported(fitted(config, model, steps, vocab_map), model, run)
+        engine = "speculators" if name in SPECULATORS else "vllm"
+        export = exported(fitted(config, model, steps, vocab_map), model, run, engine)
         ir = check_export(export, run)
         ours[name] = bundled_run(ir, run, model.target, model.prompts, k=K, max_new_tokens=NEW)
         if name in BROKEN:
             spoil(export, name)
         jobs[name] = speculative_config(ir, export, K)
     done = server_runs(environment, model.target, model.folder, model.prompts, jobs, k=K, max_new_tokens=NEW)
+    if ALONE in ours:
+        served = {ALONE_RUN: {"num_speculative_tokens": K}}
+        draft = folder / ALONE / "export" / "speculators"
+        done |= server_runs(environment, model.target, draft, model.prompts, served, k=K, max_new_tokens=NEW)
     return Runs(done, ours)
 
 
@@ -102,7 +110,7 @@ def spoil(export: Path, fault: str) -> None:
     write_json(export / "config.json", config)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [*CASES, *SPECULATORS])
 def test_the_server_does_what_the_bundled_engine_measures(name: str, runs: Runs) -> None:
     found = runs.server[name]
     assert isinstance(found, ServerRun), found
@@ -113,6 +121,15 @@ def test_the_server_does_what_the_bundled_engine_measures(name: str, runs: Runs)
     assert proof.server == proof.bundled
     assert proof.server.accepted > 0
     assert (proof.server.accepted == proof.server.proposed) == (name == "draft_lm-target")
+
+
+@pytest.mark.parametrize("name", [ALONE])
+def test_a_speculators_folder_is_all_the_server_needs(name: str, runs: Runs) -> None:
+    """`vllm serve DRAFT`: the folder names its target."""
+    found = runs.server[ALONE_RUN]
+    assert isinstance(found, ServerRun), found
+    assert found.outputs == runs.plain().outputs
+    assert found.counters == runs.bundled[name].counters
 
 
 @pytest.mark.parametrize("name", ["no-taps", "rotary-base"])

@@ -15,6 +15,7 @@ from drafttrain.export.prove.bundled import BundledRun, room, run_bundled
 from drafttrain.export.prove.compare import Proof, compare
 from drafttrain.export.prove.environment import ServerEnvironment, vllm_environment
 from drafttrain.export.prove.server import PLAIN, ServerError, ServerRun, run_vllm, vllm_options
+from drafttrain.export.speculators import SPECULATORS
 from drafttrain.export.verify import CONFIG, verify_export
 from drafttrain.export.vllm import METHODS, VLLM
 from drafttrain.files import read_json
@@ -121,15 +122,23 @@ def check_export(export: str | Path, run: str | Path) -> DraftIR:
     """The draft in the export's dtype, after the export was found to hold it bit by bit.
 
     Raises:
-        ExportError: no export for vLLM, or one of another draft.
+        ExportError: no export that vLLM loads, or one of another draft.
     """
     folder = Path(export)
     if not (folder / CONFIG).is_file():
         raise ExportError("holds no export", where=folder, remedy="make it with `drafttrain export RUN --to vllm`")
-    dtype = getattr(torch, str(read_json(folder / CONFIG).get("dtype")), None)
+    config = read_json(folder / CONFIG)
+    dtype = getattr(torch, str(config.get("dtype")), None)
     ir = read_ir(run, dtype if isinstance(dtype, torch.dtype) else None)
+    speculators = config.get("speculators_config")
     try:
-        verify_export(folder, ir, VLLM.layout(ir))
+        if speculators is None:
+            layout = VLLM.layout(ir)
+        else:
+            # How it is served is the folder's own to say; the rest must be this draft's.
+            layout = SPECULATORS.layout(ir)
+            layout.config["speculators_config"] = speculators
+        verify_export(folder, ir, layout)
     except ExportError as error:
         raise ExportError(
             f"is not what {find_draft(run)} exports to now: {error.what}",
