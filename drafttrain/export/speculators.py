@@ -35,8 +35,8 @@ def speculators_layout(ir: DraftIR) -> Layout:
         # vLLM takes fc's width from the layer's config alone.
         layer[_NUMBER] = keys[_NUMBER]
     config: dict[str, Any] = {
+        # Without a model_type: vLLM looks for speculators_config only where there is none.
         "architectures": ["Eagle3DraftModel"],
-        "model_type": "speculator_model",
         "speculators_model_type": "eagle3",
         "speculators_version": "0.7.0",
         _DTYPE: layer[_DTYPE],
