@@ -44,6 +44,8 @@ class Engine:
         layout: makes the folder's content; refuses what the engine cannot express.
         command: (draft, folder, target's name or path, draft tokens a round) -> the command that serves it.
         complete: adds to a layout what depends on those: (draft, layout, folder, target, draft tokens).
+        write: writes config and weights into a folder and reads them back, (folder, draft, layout, its name in
+            messages); None for config.json and model.safetensors.
     """
 
     name: str
@@ -51,6 +53,7 @@ class Engine:
     layout: Callable[[DraftIR], Layout]
     command: Callable[[DraftIR, Path, str, int], str]
     complete: Callable[[DraftIR, Layout, Path, str, int], Layout] = as_it_is
+    write: Callable[[Path, DraftIR, Layout, Path], None] | None = None
 
 
 def refuse(engine: str, option: str, why: str, remedy: str) -> ExportError:

@@ -55,7 +55,7 @@ def write_safetensors(path: str | Path, tensors: Mapping[str, Tensor]) -> None:
         file.write(len(text).to_bytes(8, "little"))
         file.write(text)
         for name in order:
-            for piece in _pieces(tensors[name]):
+            for piece in pieces(tensors[name]):
                 file.write(piece)
 
 
@@ -75,16 +75,16 @@ def differing(path: str | Path, tensors: Mapping[str, Tensor]) -> Iterator[str]:
             )
             if described:
                 file.seek(8 + size + entry["data_offsets"][0])
-            if not described or not all(_holds(file, piece) for piece in _pieces(wanted)):
+            if not described or not all(holds(file, piece) for piece in pieces(wanted)):
                 yield name
 
 
-def _holds(file: BinaryIO, piece: Any) -> bool:
+def holds(file: BinaryIO, piece: Any) -> bool:
     """Whether the next bytes of a file are these."""
     return bool(np.array_equal(np.frombuffer(file.read(piece.size), np.uint8), piece))
 
 
-def _pieces(tensor: Tensor) -> Iterator[Any]:
+def pieces(tensor: Tensor) -> Iterator[Any]:
     """A tensor's bytes, as arrays of uint8."""
     for piece in tensor.detach().reshape(-1).split(_PIECE):
         yield piece.contiguous().view(torch.uint8).numpy()

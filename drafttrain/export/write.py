@@ -6,7 +6,6 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -14,6 +13,7 @@ from drafttrain.drafters.saving import find_draft
 from drafttrain.errors import UserError
 from drafttrain.export.card import model_card
 from drafttrain.export.forecast import Forecast, forecast
+from drafttrain.export.gguf_file import GGUF
 from drafttrain.export.hf import HF
 from drafttrain.export.ir import DraftIR, ExportError, read_ir
 from drafttrain.export.layout import Engine, Layout
@@ -29,7 +29,8 @@ from drafttrain.files import atomic_folder, require_free_space, write_json
 from drafttrain.recipe.load import RESOLVED, load_recipe
 from drafttrain.targets import embedded
 
-ENGINES = {engine.name: engine for engine in (VLLM, SPECULATORS, SGLANG, TRTLLM, HF)}
+ENGINES = {engine.name: engine for engine in (VLLM, SPECULATORS, SGLANG, TRTLLM, HF, GGUF)}
+CARD = "README.md"
 _log = logging.getLogger(__name__)
 
 
@@ -113,7 +114,18 @@ def export_draft(
             (source / RESOLVED).read_text(encoding="utf-8") if recipe is not None else None,
             expected,
         )
-        _write(folder, ir, layout, card, sidecar(ir, engine, expected))
+        write = engine.write or _write_checkpoint
+        texts = {**layout.files, CARD: card}
+        try:
+            with atomic_folder(folder) as partial:
+                write(partial, ir, layout, folder)
+                write_json(partial / SIDECAR, sidecar(ir, engine, expected))
+                for name, text in texts.items():
+                    (partial / name).write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise UserError(
+                f"cannot be written: {error}", where=folder, remedy="free some space or give --out"
+            ) from None
         for note in layout.notes:
             _log.info("%s: %s", engine.name, note)
         written.append(Exported(engine.name, folder, layout.notes, command, ir.nbytes, expected))
@@ -148,15 +160,7 @@ def _target_name(ir: DraftIR) -> str:
     return str(embedded.converted_folder()) if name == embedded.NAME else name
 
 
-def _write(folder: Path, ir: DraftIR, layout: Layout, card: str, about: dict[str, Any]) -> None:
-    try:
-        with atomic_folder(folder) as partial:
-            write_safetensors(partial / WEIGHTS, layout.tensors)
-            write_json(partial / CONFIG, layout.config)
-            write_json(partial / SIDECAR, about)
-            for name, text in layout.files.items():
-                (partial / name).write_text(text, encoding="utf-8")
-            (partial / "README.md").write_text(card, encoding="utf-8")
-            verify_export(partial, ir, layout, shown=folder)
-    except OSError as error:
-        raise UserError(f"cannot be written: {error}", where=folder, remedy="free some space or give --out") from None
+def _write_checkpoint(folder: Path, ir: DraftIR, layout: Layout, shown: Path) -> None:
+    write_safetensors(folder / WEIGHTS, layout.tensors)
+    write_json(folder / CONFIG, layout.config)
+    verify_export(folder, ir, layout, shown=shown)

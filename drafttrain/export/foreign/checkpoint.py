@@ -14,13 +14,14 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from drafttrain.errors import CheckpointError
+from drafttrain.export.foreign.gguf_tensors import read_gguf_file
 from drafttrain.files import read_json
 
 CONFIG = "config.json"
 _INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 # Of what is the same thing in two forms, the first is read.
 _NAMES = (("model.safetensors", "pytorch_model.bin"), ("medusa_lm_head.safetensors", "medusa_lm_head.pt"))
-_PATTERNS = ("*.safetensors", "*.bin", "*.pt", "*.pth")
+_PATTERNS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
 _WRAPPERS = ("state_dict", "model_state_dict", "draft_state_dict", "model", "module")
 
 
@@ -30,7 +31,7 @@ class Checkpoint:
 
     Attributes:
         folder: where it lies.
-        config: `config.json`, {} without one.
+        config: `config.json`, {} without one; of a GGUF file its fields.
         tensors: under their stored names, on the CPU, mapped from the file where that is possible.
         files: names of the weight files that were read.
     """
@@ -57,7 +58,10 @@ def read_checkpoint(folder: str | Path) -> Checkpoint:
     files = _weight_files(place)
     tensors: dict[str, Tensor] = {}
     for file in files:
-        tensors |= read_tensors(file)
+        if file.suffix == ".gguf":
+            config, tensors = read_gguf_file(file)
+        else:
+            tensors |= read_tensors(file)
     return Checkpoint(place, config, tensors, tuple(file.name for file in files))
 
 

@@ -11,7 +11,7 @@ from drafttrain.errors import CheckpointError
 from drafttrain.export.foreign.checkpoint import Checkpoint
 
 EAGLE, EAGLE3, SPECULATORS = "eagle", "eagle3", "speculators"
-MEDUSA, MEDUSA_ORIGINAL, CAUSAL_LM = "medusa", "medusa-original", "causal-lm"
+MEDUSA, MEDUSA_ORIGINAL, CAUSAL_LM, GGUF = "medusa", "medusa-original", "causal-lm", "gguf"
 
 FORMATS = {
     EAGLE: "EAGLE-1 and 2: the original layout, and what vLLM and SGLang load",
@@ -20,6 +20,7 @@ FORMATS = {
     MEDUSA: "Medusa as vLLM loads it",
     MEDUSA_ORIGINAL: "Medusa's original layout",
     CAUSAL_LM: "a causal LM as transformers stores it",
+    GGUF: "a causal LM as llama.cpp loads it, not quantised",
 }
 _NUMBERED = re.compile(r"^(medusa_heads?\.)?\d+\.\d+\.(linear\.)?(weight|bias)$")
 _BLOCKS = re.compile(r"^(medusa_heads?\.)?blocks\.\d+\.layers\.\d+\.weight$")
@@ -55,6 +56,8 @@ def evidence_of(checkpoint: Checkpoint) -> dict[str, list[str]]:
         beside_heads = any(name.startswith("medusa_head") for name in names)
         if not beside_heads:
             note(CAUSAL_LM, f"model_type {config['model_type']!r} and tensor {embedded}")
+    if "general.architecture" in config:
+        note(GGUF, f"a GGUF file of architecture {config['general.architecture']!r}")
     return found
 
 

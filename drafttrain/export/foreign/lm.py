@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
+
+from torch import Tensor
 
 from drafttrain.drafters.lm.hf import new_model, text_config_from
 from drafttrain.errors import TargetError
@@ -12,6 +15,7 @@ from drafttrain.export.foreign.target import Target
 from drafttrain.export.ir import DraftIR, Norms
 from drafttrain.modeling.vocab_map import VocabMap
 from drafttrain.targets.config import TargetConfig
+from drafttrain.targets.identity import tokenizer_hash
 from drafttrain.targets.load import load_tokenizer
 
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
@@ -29,22 +33,25 @@ def read_lm(checkpoint: Checkpoint, target: Target) -> tuple[DraftIR, list[str]]
             "a draft LM needs the target's tokenizer and vocabulary size",
         )
     check_tokenizer(checkpoint, target)
-    model = new_model(text, "meta")
-    _drop_tied(reading, model)
-    ir = DraftIR(
+    _drop_tied(reading, new_model(text, "meta"))
+    return lm_ir(reading, text, dict(reading.left)), reading.notes
+
+
+def lm_ir(reading: Reading, text: Any, tensors: dict[str, Tensor]) -> DraftIR:
+    """A draft LM from its Hugging Face config and tensors."""
+    return DraftIR(
         family="draft_lm",
-        tensors=dict(reading.left),
+        tensors=tensors,
         taps=(),
-        vocab_map=VocabMap.full(vocab_size),
+        vocab_map=VocabMap.full(int(text.vocab_size)),
         arch=None,
         layers=int(text.num_hidden_layers),
         heads=1,
         norms=Norms(),
-        lm_config=_json(text),
+        lm_config=config_json(text),
         depth=1,
-        target=target.identity,
+        target=reading.target.identity,
     )
-    return ir, reading.notes
 
 
 def _drop_tied(reading: Reading, model: Any) -> None:
@@ -61,9 +68,8 @@ def _drop_tied(reading: Reading, model: Any) -> None:
             reading.notes.append(f"{name}: dropped, it is tied to {first}")
 
 
-def _json(text: Any) -> dict[str, Any]:
-    import json
-
+def config_json(text: Any) -> dict[str, Any]:
+    """A Hugging Face config with every default, as JSON."""
     values: dict[str, Any] = json.loads(text.to_json_string(use_diff=False))
     return values
 
@@ -72,8 +78,6 @@ def check_tokenizer(checkpoint: Checkpoint, target: Target) -> None:
     """Refuse a folder that brings another tokenizer than the target's."""
     if not any((checkpoint.folder / name).exists() for name in _TOKENIZERS):
         return
-    from drafttrain.targets.identity import tokenizer_hash
-
     try:
         own = load_tokenizer(TargetConfig(model=str(checkpoint.folder)))
     except TargetError:

@@ -10,8 +10,9 @@ from typing import Any
 from drafttrain.drafters.saving import DraftMeta, check_target
 from drafttrain.errors import CheckpointError
 from drafttrain.export.foreign.checkpoint import Checkpoint, read_checkpoint
-from drafttrain.export.foreign.detect import CAUSAL_LM, EAGLE, EAGLE3, SPECULATORS, detect
+from drafttrain.export.foreign.detect import CAUSAL_LM, EAGLE, EAGLE3, GGUF, SPECULATORS, detect
 from drafttrain.export.foreign.eagle import read_eagle1, read_eagle3
+from drafttrain.export.foreign.gguf_read import read_gguf
 from drafttrain.export.foreign.lm import read_lm
 from drafttrain.export.foreign.medusa import read_medusa
 from drafttrain.export.foreign.target import Target
@@ -66,6 +67,8 @@ def read_foreign(
         ir, notes = read_eagle1(checkpoint, about)
     elif found == CAUSAL_LM:
         ir, notes = read_lm(checkpoint, about)
+    elif found == GGUF:
+        ir, notes = read_gguf(checkpoint, about)
     else:
         ir, notes = read_medusa(checkpoint, about)
     ir = _with_sidecar(ir, checkpoint, about)
