@@ -367,6 +367,8 @@ def _contradictions(config: DrafterConfig, meta: DraftMeta, vocab_map: VocabMap)
         layers = meta.arch["target_layers"]
         asked["taps"], saved["taps"] = ([str(tap) for tap in c.taps_for(layers)] for c in (config, meta.config))
         saved["draft_vocab_size"] = vocab_map.size
+        if config.widen_vocab and (config.draft_vocab_size or 0) > vocab_map.size:
+            asked["draft_vocab_size"] = None
     if isinstance(config, EagleConfig):
         saved |= {size: meta.arch[size] for size in _SIZES if size in saved}
     return [

@@ -15,6 +15,8 @@ from drafttrain.corpus.dataset import Corpus, build_corpus, split_held_out, toke
 from drafttrain.corpus.types import Conversation, Sample
 from drafttrain.drafters.base import Drafter
 from drafttrain.drafters.build import build_drafter, init_from_target, new_vocab_map
+from drafttrain.drafters.eagle.eagle3 import Eagle3Drafter
+from drafttrain.drafters.eagle.widen import widen_vocab
 from drafttrain.drafters.saving import check_target, warm_start
 from drafttrain.errors import RecipeError, UserError
 from drafttrain.features.sources import (
@@ -155,6 +157,10 @@ def prepare_drafter(
             drafter, meta = warm_start(recipe.drafter, start, target.device)
             # Other weights are what a draft is trained further for: a fine-tune of its target.
             check_target(meta, target.identity.to_dict(), where=start, other_weights=True)
+            if isinstance(drafter, Eagle3Drafter) and drafter.config.widen_vocab:
+                known = drafter.vocab_map.to("cpu").target_ids.tolist()
+                wider = _fresh_map(recipe, target, chat, samples, counts, known)
+                drafter = widen_vocab(drafter, wider, target.head())
             drafter.bind(target.embedding_weight, target.head())
         else:
             vocab_map = _fresh_map(recipe, target, chat, samples, counts)
@@ -166,7 +172,12 @@ def prepare_drafter(
 
 
 def _fresh_map(
-    recipe: Recipe, target: TargetModel, chat: ChatRenderer, samples: Sequence[Sample], counts: Tensor
+    recipe: Recipe,
+    target: TargetModel,
+    chat: ChatRenderer,
+    samples: Sequence[Sample],
+    counts: Tensor,
+    known: Sequence[int] = (),
 ) -> VocabMap:
     special = set(target.tokenizer.added_tokens_decoder)
     seen = {int(token) for sample in samples for token in sample.ids.tolist() if token in special}
@@ -174,7 +185,7 @@ def _fresh_map(
         recipe.drafter,
         target.vocab_size,
         counts,
-        always=sorted(chat.stop_ids | seen),
+        always=sorted(chat.stop_ids | seen | set(known)),
         tokenizer_size=target.identity.tokenizer_size,
     )
 

@@ -57,6 +57,8 @@ class Eagle3Config(EagleConfig):
         norm_before_residual: the residual is the normed state instead of the raw one.
         init_head: "target" copies the rows of the target's head and its final norm.
         init_fc: "random", or "last" to start as the copy of the last tap.
+        widen_vocab: with `warm_start`, keep the saved draft's vocabulary and add to it what the data says most often,
+            up to `draft_vocab_size`; the new rows of the head come from the target's.
     """
 
     family: Literal["eagle3"] = "eagle3"
@@ -71,6 +73,13 @@ class Eagle3Config(EagleConfig):
     norm_before_residual: bool = False
     init_head: Literal["target", "random"] = "target"
     init_fc: Literal["random", "last"] = "random"
+    widen_vocab: bool = False
+
+    @model_validator(mode="after")
+    def _something_to_widen(self) -> Eagle3Config:
+        if self.widen_vocab and (self.warm_start is None or self.draft_vocab_size is None):
+            raise ValueError("widen_vocab needs warm_start (the draft to widen) and draft_vocab_size (how far)")
+        return self
 
     @model_validator(mode="after")
     def _one_norm(self) -> Eagle3Config:
