@@ -31,10 +31,10 @@ def widen_vocab(drafter: Eagle3Drafter, wider: VocabMap, target_head: Head) -> E
         raise ValueError("widen_vocab needs a draft as wide as the target: its new rows are the target's")
     weight = drafter.lm_head.weight
     wide = Eagle3Drafter.from_saved(drafter.config, drafter.saved_arch(), wider, weight.device)
-    assert isinstance(wide, Eagle3Drafter)
     state = drafter.state_dict()
     wide.load_state_dict({name: value for name, value in state.items() if name not in _PER_TOKEN}, strict=False)
     ids = wider.target_ids.to(target_head.weight.device)
     wide.lm_head.weight.copy_(target_head.weight[ids].float() * target_head.scale)
     wide.lm_head.weight[rows.to(weight.device)] = weight
-    return wide.train(drafter.training)
+    wide.train(drafter.training)
+    return wide
