@@ -121,9 +121,7 @@ class Case:
 
 
 def _ids(value: Any) -> list[int] | None:
-    if not isinstance(value, list | tuple) or not value:
-        return None
-    return [int(i) for i in value if isinstance(i, int)]
+    return list(value) if value else None
 
 
 def listed(values: Iterable[Any], limit: int = 6) -> str:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from drafttrain.errors import UserError
 from drafttrain.export.doctor.finding import Mend
-from drafttrain.export.doctor.layouts import canonical_names, family_of, flat_config
+from drafttrain.export.doctor.layouts import canonical_names, family_of, flat_config, typed
 from drafttrain.export.doctor.weights import TensorInfo, WeightFiles, read_headers, read_tensor
 from drafttrain.files import read_json
 
@@ -55,7 +55,7 @@ class RawDraft:
     @cached_property
     def family(self) -> str | None:
         """Name in drafttrain's registry; None for what is no draft, or of a family that the doctor does not know."""
-        return family_of(self.config, self.stored)
+        return family_of(typed(self.config), self.stored)
 
     @cached_property
     def names(self) -> dict[str, str]:

@@ -73,6 +73,82 @@ def _medusa_name(name: str) -> str:
     return name.removeprefix("medusa_heads.")
 
 
+_COUNTS = (
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "vocab_size",
+    "draft_vocab_size",
+    "truncated_vocab_size",
+    "target_hidden_size",
+    "max_position_embeddings",
+    "num_aux_hidden_states",
+    "num_heads",
+    "medusa_num_heads",
+    "medusa_num_layers",
+)
+_OBJECTS = (
+    "eagle_config",
+    "rope_parameters",
+    "rope_scaling",
+    "transformer_layer_config",
+    "speculators_config",
+    "quantization_config",
+)
+_TEXTS = ("model_type", "hidden_act", "speculators_model_type")
+_LISTS = {"architectures": str, "eagle_aux_hidden_state_layer_ids": int}
+_NUMBERS = ("rope_theta", "partial_rotary_factor")
+
+
+def wrong_type(key: str, value: Any) -> str | None:
+    """What a key of a config must hold, if it does not hold that."""
+    if value is None:
+        return None
+    if key in _COUNTS and not (_is_int(value) and value > 0):
+        return "a positive integer"
+    if key in _OBJECTS and not isinstance(value, dict):
+        return "an object"
+    if key in _TEXTS and not isinstance(value, str):
+        return "a string"
+    if key in _NUMBERS and not (_is_int(value) or isinstance(value, float)):
+        return "a number"
+    if key in _LISTS and not (isinstance(value, list) and all(type(item) is _LISTS[key] for item in value)):
+        return f"a list of {'strings' if _LISTS[key] is str else 'integers'}"
+    if key in ("rope_parameters", "rope_scaling"):
+        inner = [part for part in value.values() if isinstance(part, dict)] or [value]
+        if any(wrong_type("rope_theta", part.get("rope_theta")) for part in inner):
+            return "an object whose rope_theta is a number"
+    return None
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def typed(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys of a config, nested ones too, whose values have the type that an engine expects."""
+    return {
+        key: typed(value) if isinstance(value, dict) and key in ("eagle_config", "transformer_layer_config") else value
+        for key, value in config.items()
+        if wrong_type(key, value) is None
+    }
+
+
+def mistyped(config: Mapping[str, Any], inside: str = "") -> list[str]:
+    """What `typed` leaves out, as sentences."""
+    found = []
+    for key, value in config.items():
+        wanted = wrong_type(key, value)
+        if wanted is not None:
+            found.append(f"{inside}{key} is {value!r}, not {wanted}")
+        elif isinstance(value, dict) and key in ("eagle_config", "transformer_layer_config"):
+            found += mistyped(value, f"{inside}{key}.")
+    return found
+
+
 # What vLLM takes from beside `transformer_layer_config`, with its own defaults (vLLM 0.32).
 _OUTER: dict[str, Any] = {
     "draft_vocab_size": None,
@@ -88,6 +164,7 @@ _OUTER: dict[str, Any] = {
 def flat_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """A config as an engine sees it: of speculators' nesting, the inner one with the outer's switches; of an old Medusa
     checkpoint, `medusa_num_heads` under its present name."""
+    config = typed(config)
     inner = config.get("transformer_layer_config")
     if "speculators_model_type" in config:
         flat = dict(inner) if isinstance(inner, dict) else {}

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from drafttrain.export.doctor.case import EAGLE, Case
 from drafttrain.export.doctor.finding import Finding, Mend, error, warning
+from drafttrain.export.doctor.layouts import mistyped
 from drafttrain.export.doctor.rules.rule import Rule
 
 # What each engine resolves (vLLM 0.32, SGLang 0.5.23). vLLM puts Eagle or Eagle3 before a name that lacks it.
@@ -45,13 +46,19 @@ _LOADED = {
 }
 
 
+def types(case: Case) -> Iterator[Finding]:
+    """Values that no engine can read; other rules take them for missing."""
+    for problem in mistyped(case.draft.config):
+        yield error(problem, "the engine fails on it, or computes with something else", "correct it")
+
+
 def architecture(case: Case) -> Iterator[Finding]:
     """A class that the engine does not have, or that is of another family."""
     draft, key = case.draft, (case.engine, str(case.draft.family))
     known = _LOADED.get(key)
     if known is None or draft.is_speculators or not draft.config:
         return
-    names = draft.config.get("architectures")
+    names = draft.flat.get("architectures")
     if not names and draft.family == "medusa":
         return  # vLLM fills it in
     if not names or names[0] not in known:
@@ -66,7 +73,7 @@ def architecture(case: Case) -> Iterator[Finding]:
 def model_type(case: Case) -> Iterator[Finding]:
     """Without it transformers cannot read the config."""
     draft = case.draft
-    if not draft.config or draft.is_speculators or draft.config.get("model_type") or draft.family is None:
+    if not draft.config or draft.is_speculators or draft.flat.get("model_type") or draft.family is None:
         return
     if draft.family == "medusa" and case.engine == "vllm":
         return  # given by the method
@@ -225,6 +232,7 @@ def speculators_keys(case: Case) -> Iterator[Finding]:
 
 
 RULES = (
+    Rule("config-types", types),
     Rule("architecture", architecture),
     Rule("model-type", model_type),
     Rule("activation", activation, EAGLE),
