@@ -16,7 +16,8 @@ def expected_shapes(case: Case) -> Shapes | None:
     Sizes that have a rule of their own (taps, draft vocabulary, layers, heads of Medusa) are taken from the tensors, so
     that one fault is one finding.
     """
-    flat, draft = dict(case.draft.flat), case.draft
+    draft = case.draft
+    flat = {key: value for key, value in draft.flat.items() if value is not None}
     try:
         if draft.family in ("eagle1", "eagle3"):
             heads = int(flat["num_attention_heads"])
@@ -32,14 +33,9 @@ def expected_shapes(case: Case) -> Shapes | None:
             flat["truncated_vocab_size"] = flat.get("truncated_vocab_size") or flat.get("vocab_size") or case.vocab_size
         if draft.family is None:
             return None
-        shapes = engine_shapes(draft.family, flat)
+        return engine_shapes(draft.family, flat)
     except (KeyError, TypeError, ValueError, ZeroDivisionError, UserError, OSError):
         return None
-    if draft.family == "medusa" and flat.get("original_lm_head"):
-        shapes = {name: shape for name, shape in shapes.items() if not name.startswith("lm_heads.")} | {
-            "lm_heads.0.weight": (int(flat["truncated_vocab_size"]), int(flat["hidden_size"]))
-        }
-    return shapes
 
 
 def medusa_counts(case: Case) -> tuple[int, int]:
