@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from drafttrain.export.doctor.diagnose import Trial
 from drafttrain.export.doctor.finding import Finding, Severity
 
 
@@ -16,7 +17,8 @@ class Report:
 
     Attributes:
         draft, target, engine, family: what was examined.
-        findings: of the folder as it lies there.
+        findings: of the folder as it lies there, those of the trial among them.
+        trial: None where none was made.
         mended: findings whose mends were written; None where none were asked for.
         left: findings of the mended copy.
         copy: the folder of that copy.
@@ -27,6 +29,7 @@ class Report:
     engine: str
     family: str | None
     findings: list[Finding] = field(default_factory=list)
+    trial: Trial | None = None
     mended: list[Finding] | None = None
     left: list[Finding] = field(default_factory=list)
     copy: Path | None = None
@@ -36,6 +39,24 @@ class Report:
         """Exit status: 1 if an error is left, else 0."""
         last = self.findings if self.mended is None else self.left
         return int(has_errors(last))
+
+    def add(self, trial: Trial, ignored: Collection[str] = ()) -> None:
+        """Take in a trial: its findings, and a note where it disproved one of the lint."""
+        self.trial = trial
+        of_trial = [finding for finding in trial.findings if finding.rule not in ignored]
+        self.findings = [*of_trial, *(self._after(finding, trial) for finding in self.findings)]
+        self.findings.sort(key=lambda finding: list(Severity).index(finding.severity))
+
+    @staticmethod
+    def _after(finding: Finding, trial: Trial) -> Finding:
+        if finding.rule not in trial.overruled:
+            return finding
+        return replace(
+            finding,
+            severity=Severity.note,
+            remedy="leave it: in the trial the draft accepts more as it lies there than mended",
+            mend=None,
+        )
 
     def to_json(self) -> dict[str, Any]:
         """For `--json`."""
@@ -47,6 +68,8 @@ class Report:
             "family": self.family,
             "findings": [finding.to_json() for finding in self.findings],
         }
+        if self.trial is not None:
+            values["trial"] = self.trial.to_json()
         if self.mended is not None:
             values["copy"] = str(self.copy)
             values["mended"] = [finding.rule for finding in self.mended]

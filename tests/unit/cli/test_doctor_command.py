@@ -49,7 +49,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def doctor(place: Path, draft: Path, *more: str) -> int:
-    return main(["doctor", str(draft), "--target", str(place / "target"), *more])
+    return main(["doctor", str(draft), "--target", str(place / "target"), "--static", *more])
 
 
 def test_a_sound_export(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -77,6 +77,22 @@ def test_what_only_a_person_can_mend(place: Path, tmp_path: Path, capsys: pytest
     broken = spoil(place / "run" / "export" / "vllm", tmp_path / "broken", "nan")
     assert doctor(place, broken, "--fix", str(tmp_path / "mended")) == 1
     assert "no copy was written" in capsys.readouterr().out and not (tmp_path / "mended").exists()
+
+
+def test_the_trial_of_a_draft_that_was_never_trained(
+    place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"id": str(i), "turns": [f"Say {i}"]}) + "\n" for i in range(3)))
+    arguments = ["doctor", str(place / "run" / "export" / "vllm"), "--target", str(place / "target"), "--json"]
+    arguments += ["--source", str(prompts), "--max-new-tokens", "12", "--dtype", "float32", "--k", "2"]
+    assert main(arguments) == 1
+    report = json.loads(capsys.readouterr().out)
+    assert {finding["rule"] for finding in report["findings"]} == {"accepts-nothing"}
+    trial = report["trial"]
+    assert trial["setting"] == {"prompts": 3, "k": 2, "max_new_tokens": 12}
+    assert trial["accepted"]["rounds"] > 20 and len(trial["tried"]) > 5
+    assert main([*arguments[:-6], "--max-new-tokens", "4", "--ignore", "accepts-nothing,reading"]) == 0
 
 
 def test_refusals(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -130,13 +130,19 @@ def test_a_mend_that_makes_it_worse_is_overruled(model: Tiny, sound: Callable[[s
     assert trial.overruled == {"rope-theta"} and trial.findings == []
 
 
-def test_what_it_claims(model: Tiny, sound: Callable[[str], Path]) -> None:
+def test_what_it_claims(model: Tiny, sound: Callable[[str], Path], tmp_path: Path) -> None:
     case = case_of(sound("eagle3"), model)
+    broken = case_of(spoil(sound("eagle3"), tmp_path / "broken", "rotary-base"), model)
     claims = {"source": "suite core", "unconditional": [0.99, 0.98, 0.97, 0.96]}
-    boasting = replace(case, about={**(case.about or {}), "forecast": claims})
+    boasting = replace(broken, about={**(case.about or {}), "forecast": claims})
     trial = run_trial(boasting, [], model.target, model.prompts, k=K, max_new_tokens=NEW)
-    (found,) = trial.findings
-    assert found.rule == "below-claim" and "99.0%" in found.what and "suite core" in found.what
+    found, reading = trial.findings
+    assert (
+        reading.rule == "reading"
+        and found.rule == "below-claim"
+        and "99.0%" in found.what
+        and "suite core" in found.what
+    )
     assert trial.claim is not None and len(trial.claim["per_position"]) == K
     honest = {"source": "suite core", "unconditional": [0.3, 0.1, 0.05]}
     modest = replace(case, about={**(case.about or {}), "forecast": honest})
