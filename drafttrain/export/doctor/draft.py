@@ -132,6 +132,12 @@ def open_draft(folder: str | Path) -> RawDraft:
             where=path,
             remedy="export it (`drafttrain export RUN --to vllm`) and give the export's folder",
         )
+    if not (path / CONFIG).exists() and any(path.glob("*.gguf")):
+        raise UserError(
+            "holds a GGUF file, which the doctor does not read",
+            where=path,
+            remedy="give the checkpoint that it was made from; llama.cpp checks a GGUF file when it loads it",
+        )
     config: dict[str, Any] = {}
     problems: list[str] = []
     if not (path / CONFIG).is_file():

@@ -13,7 +13,7 @@ from drafttrain.export.sidecar import SIDECAR, read_sidecar
 from drafttrain.files import atomic_folder
 
 # Nothing that could be code or a pickle.
-_FETCHED = ["*.safetensors", "*.json", "*.md", "*.yaml", "*.yml", "*.txt", "*.jinja", "*.model"]
+_FETCHED = ["*.safetensors", "*.gguf", "*.json", "*.md", "*.yaml", "*.yml", "*.txt", "*.jinja", "*.model"]
 
 
 def pull(repo: str, out: str | Path, revision: str | None = None) -> Path:

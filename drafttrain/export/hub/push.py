@@ -24,7 +24,7 @@ from drafttrain.targets import embedded
 TOKEN, ENDPOINT = "HF_TOKEN", "HF_ENDPOINT"
 CARD = "README.md"
 _TEXT = (".md", ".json", ".yaml", ".yml", ".txt", ".jinja")
-_SENT = (*_TEXT, ".safetensors", ".model")
+_SENT = (*_TEXT, ".safetensors", ".model", ".gguf")
 _HUB_NAME = re.compile(r"^[A-Za-z0-9][\w.-]*/[\w.-]+$")
 # Commands that serve a draft: vLLM's, SGLang's, and the script for transformers.
 _SERVED_FROM = (
@@ -32,6 +32,7 @@ _SERVED_FROM = (
     re.compile(r"(--speculative-draft-model-path )\S+"),
     re.compile(r"(\bdraft = AutoModelForCausalLM\.from_pretrained\(')[^']+"),
 )
+_NOT_LINTED = "gguf"
 _SHOWN = 12
 
 
@@ -166,7 +167,9 @@ def _examine(
 ) -> tuple[list[str], list[str]]:
     """What must not be sent, and what is only worth a warning."""
     engine = str(about["engine"])
-    found = lint(Case(open_draft(folder), None, engine if engine in ENGINES else "vllm", about))
+    found = []
+    if engine != _NOT_LINTED:
+        found = lint(Case(open_draft(folder), None, engine if engine in ENGINES else "vllm", about))
     errors = [f"{one.rule}: {one.what}" for one in found if one.severity is Severity.error]
     paths = sorted(set(local_paths(texts)))
     warnings = [f"{one.rule}: {one.what}" for one in found if one.severity is not Severity.error]
