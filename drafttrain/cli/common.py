@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -13,8 +13,13 @@ if TYPE_CHECKING:
     from drafttrain.corpus.chat import ChatRenderer
     from drafttrain.recipe.conversations import InProcess
     from drafttrain.recipe.schema import Recipe
+    from drafttrain.targets.model import TargetModel
 
 Subparsers = argparse._SubParsersAction  # argparse gives the type no public name
+
+
+EVAL_PROMPTS = "data/prompts/eval_core.jsonl"
+"""Where the prompts of quick measurements come from."""
 
 
 def positive(text: str) -> int:
@@ -61,6 +66,18 @@ def target_when_needed(recipe: Recipe, console: Console) -> Callable[[], InProce
         return loaded[0]
 
     return load
+
+
+def first_turns(
+    target: TargetModel, source: str, limit: int, template_kwargs: dict[str, Any] | None = None
+) -> list[list[int]]:
+    """Token ids of the first turn of some prompts of a file, over all its categories, as a server would render it."""
+    from drafttrain.bench.prompts import load_prompts, select
+    from drafttrain.corpus.chat import ChatRenderer
+
+    renderer = ChatRenderer(target.tokenizer, template_kwargs or {}, target.stop_ids)
+    chosen = select(load_prompts(source), limit)
+    return [renderer.prompt_ids([{"role": "user", "content": prompt.turns[0]}]) for prompt in chosen]
 
 
 @contextmanager

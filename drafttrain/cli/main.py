@@ -10,7 +10,20 @@ from collections.abc import Sequence
 from types import ModuleType
 
 from drafttrain import __version__
-from drafttrain.cli import eval, export, import_draft, inspect, plan, prompts, prove, regenerate, train
+from drafttrain.cli import (
+    doctor,
+    eval,
+    export,
+    import_draft,
+    inspect,
+    plan,
+    prompts,
+    prove,
+    pull,
+    push,
+    regenerate,
+    train,
+)
 from drafttrain.errors import UserError
 
 # One module a command, in the order of the work. A module has `register(subparsers)`, which sets the parser's
@@ -25,6 +38,9 @@ COMMANDS: tuple[ModuleType, ...] = (
     import_draft,
     export,
     prove,
+    doctor,
+    push,
+    pull,
 )
 
 _FULL = "free some space and run the same command again: what was written before is whole"

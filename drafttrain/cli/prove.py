@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from drafttrain.cli.common import Subparsers, positive
+from drafttrain.cli.common import EVAL_PROMPTS, Subparsers, first_turns, positive
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -14,9 +14,8 @@ if TYPE_CHECKING:
     from drafttrain.export.prove.compare import Proof
     from drafttrain.recipe.schema import Recipe
     from drafttrain.targets.config import TargetConfig
-    from drafttrain.targets.model import TargetModel
 
-PROMPTS, RESULT = "data/prompts/eval_core.jsonl", "proof.json"
+RESULT = "proof.json"
 _EPILOG = """The first time, an environment of its own is made for the server in the cache folder (3.4 GB).
 
 Exit status: 0 proven, 1 not proven, 2 could not be tried.
@@ -46,7 +45,9 @@ def register(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
     )
     parser.add_argument("--target", metavar="MODEL", help="default: the one in the run's recipe")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], help="of target and draft; default: the recipe's")
-    parser.add_argument("--prompts", default=PROMPTS, metavar="SOURCE", help=f"a prompt file; default: {PROMPTS}")
+    parser.add_argument(
+        "--prompts", default=EVAL_PROMPTS, metavar="SOURCE", help=f"a prompt file; default: {EVAL_PROMPTS}"
+    )
     parser.add_argument("--limit", type=positive, default=8, metavar="N", help="prompts, over all categories (8)")
     parser.add_argument("--max-new-tokens", type=positive, default=64, metavar="N", help="of an answer (64)")
     parser.add_argument("--k", type=positive, metavar="K", help="draft tokens a round; default: as in the recipe, or 4")
@@ -81,7 +82,8 @@ def run(arguments: argparse.Namespace) -> int:
     target = load_target(config)
     draft = find_draft(source)
     check_target(read_meta(draft), target.identity.to_dict(), where=draft)
-    prompts = _prompts(arguments, target, {} if recipe is None else recipe.data.template_kwargs)
+    kwargs = {} if recipe is None else recipe.data.template_kwargs
+    prompts = first_turns(target, arguments.prompts, arguments.limit, kwargs)
     console.print(
         f"{len(prompts)} prompts, up to {arguments.max_new_tokens} tokens each, in the bundled engine and in vLLM"
     )
@@ -112,16 +114,6 @@ def _target_config(arguments: argparse.Namespace, recipe: Recipe | None, name: s
     if arguments.target:
         changes |= {"model": arguments.target, "revision": None, "gguf_file": None}
     return TargetConfig.model_validate({**config.model_dump(), **changes})
-
-
-def _prompts(arguments: argparse.Namespace, target: TargetModel, template_kwargs: dict[str, Any]) -> list[list[int]]:
-    """The first turn of each prompt, as a server would render it."""
-    from drafttrain.bench.prompts import load_prompts, select
-    from drafttrain.corpus.chat import ChatRenderer
-
-    renderer = ChatRenderer(target.tokenizer, template_kwargs, target.stop_ids)
-    chosen = select(load_prompts(arguments.prompts), arguments.limit)
-    return [renderer.prompt_ids([{"role": "user", "content": prompt.turns[0]}]) for prompt in chosen]
 
 
 def _show(console: Console, proof: Proof) -> None:

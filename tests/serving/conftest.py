@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from drafttrain.errors import UserError
 from drafttrain.export.prove.environment import ServerEnvironment, vllm_environment
+
+NOTHING = "NOTHING IS PROVEN"
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -23,4 +27,11 @@ def environment() -> ServerEnvironment:
     try:
         return vllm_environment()
     except UserError as error:
-        pytest.skip(f"NOTHING IS PROVEN: {error}")
+        pytest.skip(f"{NOTHING}: {error}")
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Skipping the proof is no proof: say so where nobody can miss it."""
+    skipped = terminalreporter.stats.get("skipped", [])
+    if any(NOTHING in str(report.longrepr) for report in skipped):
+        terminalreporter.write_sep("!", f"{NOTHING}: the server could not be installed", red=True, bold=True)

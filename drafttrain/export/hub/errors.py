@@ -1,0 +1,48 @@
+"""Errors of a hub as one line that says what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from drafttrain.errors import UserError
+
+
+@contextmanager
+def explained(repo: str) -> Iterator[None]:
+    """Turn what the hub's client raises into a `UserError`."""
+    import httpx
+    from huggingface_hub.errors import (
+        EntryNotFoundError,
+        GatedRepoError,
+        HfHubHTTPError,
+        OfflineModeIsEnabled,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
+
+    try:
+        yield
+    except GatedRepoError:
+        raise UserError("is gated", where=repo, remedy="ask for access on its page, and set HF_TOKEN") from None
+    except RepositoryNotFoundError:
+        raise UserError(
+            "no such repository, or no leave to see it",
+            where=repo,
+            remedy="check the name; set HF_TOKEN if it is private",
+        ) from None
+    except RevisionNotFoundError:
+        raise UserError("has no such revision", where=repo, remedy="check --revision") from None
+    except (OfflineModeIsEnabled, httpx.TransportError) as error:
+        raise UserError(
+            f"the hub cannot be reached: {_first(error)}",
+            where=repo,
+            remedy="check the network, HF_ENDPOINT and HF_HUB_OFFLINE",
+        ) from None
+    except (HfHubHTTPError, EntryNotFoundError) as error:
+        raise UserError(f"the hub refuses: {_first(error)}", where=repo, remedy="check what the token may do") from None
+
+
+def _first(error: BaseException) -> str:
+    text = str(error).strip().splitlines()
+    return text[0] if text else type(error).__name__

@@ -1,0 +1,150 @@
+"""The doctor's lint: a sound export is clean, each trap is named, what can be mended is, foreign layouts are read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from drafttrain.drafters.eagle.config import Eagle1Config, Eagle3Config
+from drafttrain.drafters.lm.config import DraftLMConfig
+from drafttrain.drafters.medusa.config import MedusaConfig
+from drafttrain.drafters.registry import DrafterConfig
+from drafttrain.drafters.saving import save_draft
+from drafttrain.export.doctor.case import Case
+from drafttrain.export.doctor.draft import open_draft
+from drafttrain.export.doctor.finding import Finding, Severity
+from drafttrain.export.doctor.mending import mend_case, relint, write_copy
+from drafttrain.export.doctor.registry import lint
+from drafttrain.export.doctor.target import TargetFacts
+from drafttrain.export.sidecar import read_sidecar
+from drafttrain.export.write import export_draft
+from drafttrain.files import read_json
+from drafttrain.modeling.vocab_map import VocabMap
+from eval.broken_exports import CUT_OFF, CUT_OFF_RULE, FAULTS, fits, spoil
+from tests.draft_support import new_draft
+from tests.support import VOCAB, tiny_target
+
+LAYERS = 8
+ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 250000.0}}
+CONFIGS: dict[str, DrafterConfig] = {
+    "eagle3": Eagle3Config(draft_vocab_size=30),
+    "eagle3-full": Eagle3Config(fc_norm=True, norm_output=True),
+    "eagle3-taps": Eagle3Config(taps=(1, 3, 6)),
+    "eagle3-two": Eagle3Config(taps=(6, 1), norm_before_fc=True),
+    "eagle1": Eagle1Config(depth=3),
+    "medusa": MedusaConfig(num_heads=3, num_layers=2),
+    "draft_lm": DraftLMConfig(layers=(0, 3)),
+}
+
+
+MENDABLE = [
+    "absolute-d2t",
+    "other-t2d",
+    "full-map",
+    "no-draft-vocab-size",
+    "shifted-layer-ids",
+    "no-layer-ids",
+    "rotary-base",
+    "no-rotary",
+    "two-rotary-bases",
+    "bias-key",
+    "tied-head",
+    "tokenizer-sized-vocabulary",
+    "short-context",
+    "architecture",
+    "quantised",
+    "copied-layer-count",
+    "shipped-head",
+    "too-many-heads",
+]
+
+
+TARGET = tiny_target("llama", num_hidden_layers=LAYERS, **ROPE)
+FACTS = TargetFacts.of_config("some/target", TARGET.config, stop_ids=frozenset({3}))
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Exports of every family, made once."""
+    root, made = tmp_path_factory.mktemp("sound"), {}
+
+    def make(name: str, engine: str = "vllm") -> Path:
+        if (name, engine) not in made:
+            small = VocabMap.from_ids(range(1, 60, 2), VOCAB) if name == "eagle3" else None
+            draft = new_draft(CONFIGS[name], TARGET, vocab_map=small)
+            identity = {"name": "some/target", "vocab_size": VOCAB, "hidden_size": 32, "n_layers": LAYERS}
+            run = root / f"{name}-{engine}"
+            save_draft(run / "draft", draft, target=identity)
+            (written,) = export_draft(run, [engine])
+            made[name, engine] = written.folder
+        return made[name, engine]
+
+    return make
+
+
+def case_of(folder: Path, engine: str = "vllm", record: bool = True, **changes: Any) -> Case:
+    known = replace(FACTS, **changes)
+    return Case(open_draft(folder), known, engine, read_sidecar(folder) if record else None)
+
+
+def rules(findings: list[Finding]) -> set[str]:
+    return {finding.rule for finding in findings}
+
+
+def bases(fault: str, sound: Callable[..., Path]) -> list[Path]:
+    """The sound exports that can be given a fault."""
+    found = []
+    for name, config in CONFIGS.items():
+        good = sound(name)
+        values, tensors = read_json(good / "config.json"), load_file(good / "model.safetensors")
+        if fits(FAULTS[fault], config.family, values, tensors):
+            found.append(good)
+    return found
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_sound_exports_are_clean(engine: str, sound: Callable[..., Path]) -> None:
+    for name in CONFIGS:
+        if engine == "vllm" or name != "medusa":
+            assert lint(case_of(sound(name, engine), engine)) == [], name
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_each_trap_is_named(name: str, sound: Callable[..., Path], tmp_path: Path) -> None:
+    good = bases(name, sound)
+    assert good
+    for number, base in enumerate(good):
+        found = lint(case_of(spoil(base, tmp_path / str(number), name)))
+        (named,) = [finding for finding in found if finding.rule == FAULTS[name].rule]
+        assert named.severity in (Severity.error, Severity.warning)
+        assert all(finding.what and finding.why and finding.remedy for finding in found)
+
+
+@pytest.mark.parametrize("name", MENDABLE)
+def test_what_can_be_mended_is(name: str, sound: Callable[..., Path], tmp_path: Path) -> None:
+    """The mended copy is the sound export again: the same tensors, and a config that means the same."""
+    for number, base in enumerate(bases(name, sound)):
+        broken = case_of(spoil(base, tmp_path / f"broken{number}", name))
+        found = mend_case(broken)
+        assert FAULTS[name].rule in rules(found.mended)
+        out = tmp_path / f"mended{number}"
+        write_copy(found.case.draft, out)
+        assert relint(broken, out) == found.left == []
+        tensors, wanted = load_file(out / "model.safetensors"), load_file(base / "model.safetensors")
+        assert set(tensors) | {"t2d"} == set(wanted) | {"t2d"}
+        assert all(torch.equal(tensors[key], wanted[key]) for key in tensors)
+        assert {path.name for path in out.iterdir()} == {path.name for path in base.iterdir()}
+        config, meant = read_json(out / "config.json"), read_json(base / "config.json")
+        assert {key for key in meant if config.get(key) != meant[key]} <= {"eagle_config", "architectures"}
+        assert (broken.draft.folder / "model.safetensors").is_file()  # the patient is left as it was
+
+
+def test_a_file_that_is_cut_off(sound: Callable[..., Path], tmp_path: Path) -> None:
+    (found,) = lint(case_of(spoil(sound("eagle3"), tmp_path / "broken", CUT_OFF)))
+    assert found.rule == CUT_OFF_RULE and "its header promises" in found.what and not found.fixable

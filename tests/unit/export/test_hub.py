@@ -1,0 +1,190 @@
+"""Push and pull: what is sent, what is refused, and the real client against a hub on this machine."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from drafttrain.cli.main import main
+from drafttrain.drafters.eagle.config import Eagle3Config
+from drafttrain.drafters.saving import save_draft
+from drafttrain.errors import UserError
+from drafttrain.export.hub.inspect import local_paths, secrets
+from drafttrain.export.hub.pull import pull
+from drafttrain.export.hub.push import plan_push, push
+from drafttrain.export.write import export_draft
+from eval.broken_exports import spoil
+from tests.draft_support import new_draft
+from tests.support import VOCAB, tiny_target
+from tests.unit.export import fake_hub
+
+REPO = "someone/tiny-eagle3"
+
+
+@pytest.fixture(scope="module")
+def export(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of a draft whose target has a name that a hub knows."""
+    run = tmp_path_factory.mktemp("hub") / "run"
+    identity = {"name": "some/target", "vocab_size": VOCAB, "hidden_size": 32, "n_layers": 8}
+    save_draft(run / "draft", new_draft(Eagle3Config(), tiny_target(num_hidden_layers=8)), target=identity)
+    (written,) = export_draft(run, ["vllm"])
+    return written.folder
+
+
+@pytest.fixture
+def copy(export: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(export, tmp_path / "export"))
+
+
+def test_what_is_sent(export: Path) -> None:
+    plan = plan_push(export, REPO)
+    assert [file.name for file in plan.files] == ["README.md", "config.json", "drafttrain.json", "model.safetensors"]
+    assert plan.left_out == [] and plan.warnings == []
+    card = plan.files[0].text
+    assert card is not None
+    assert card.startswith(
+        "---\nlibrary_name: drafttrain\nbase_model: some/target\ntags:\n- speculative-decoding\n- eagle3\n- vllm\n"
+    )
+    # The folder's path in the serving command is the repository now; nothing of this machine is left.
+    assert str(export) not in card and f'"model": "{REPO}"' in card
+    assert all(file.text is None for file in plan.files[1:])
+    assert plan.size == sum(file.size for file in plan.files)
+
+
+def test_a_target_in_a_folder_needs_a_name(copy: Path) -> None:
+    for name in ("README.md", "drafttrain.json"):
+        text = (copy / name).read_text()
+        (copy / name).write_text(text.replace("some/target", "/home/me/models/target"))
+    with pytest.raises(UserError, match=r"README.md, line \d+: /home/me/models/target[\s\S]*--base-model"):
+        plan_push(copy, REPO)
+    plan = plan_push(copy, REPO, base_model="some/target")
+    assert all("/home/me" not in (file.text or "") for file in plan.files)
+    assert {file.name for file in plan.files if file.text is not None} == {"README.md", "drafttrain.json"}
+    forced = plan_push(copy, REPO, force=True)
+    assert any("/home/me/models/target" in warning for warning in forced.warnings)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "token: hf_abcdefghijklmnopqrstuvwxyzABCD",
+        "OPENAI sk-abcdefghijklmnop1234567890",
+        '"api_key": "0123456789"',
+        "https://me:hunter22@host/x",
+        "-----BEGIN RSA PRIVATE KEY-----",
+    ],
+)
+def test_secrets_are_never_sent(line: str, copy: Path) -> None:
+    (copy / "notes.txt").write_text(f"fine\n{line}\n")
+    for force in (False, True):
+        with pytest.raises(UserError, match=r"notes\.txt, line 2") as refused:
+            plan_push(copy, REPO, force=force)
+        assert line not in str(refused.value)
+
+
+def test_what_is_no_secret_and_no_path(export: Path) -> None:
+    texts = {
+        "a.md": "tokens/s, the token of a turn, 5/home runs, https://host/home/x, key: value, api/v1, some/target, "
+        "tokenizer_hash: 0123456789abcdef, /, ~10, w/o, a/tmp/b"
+    }
+    assert list(secrets(texts)) == [] and list(local_paths(texts)) == []
+    found = list(local_paths({"b.md": 'x "/root/.cache/a" ~/models/b C:\\Users\\me\\c (/tmp/d)'}))
+    assert [line.split(": ", 1)[1] for line in found] == ["/root/.cache/a", "~/models/b", "C:\\Users\\me\\c", "/tmp/d"]
+
+
+def test_a_draft_with_errors_is_refused(export: Path, tmp_path: Path) -> None:
+    broken = spoil(export, tmp_path / "broken", "nan")
+    with pytest.raises(UserError, match=r"not-finite[\s\S]*drafttrain doctor"):
+        plan_push(broken, REPO)
+    assert any("not-finite" in warning for warning in plan_push(broken, REPO, force=True).warnings)
+
+
+def test_code_pickles_and_hidden_files_stay(copy: Path) -> None:
+    for name in ("model.py", "old.bin", ".cache/x.json"):
+        (copy / name).parent.mkdir(exist_ok=True)
+        (copy / name).write_text("{}")
+    assert plan_push(copy, REPO).left_out == [".cache/x.json", "model.py", "old.bin"]
+
+
+def test_what_is_not_ours(tmp_path: Path, export: Path) -> None:
+    (tmp_path / "theirs").mkdir()
+    with pytest.raises(UserError, match="not an export of this version of drafttrain"):
+        plan_push(tmp_path / "theirs", REPO)
+    for repo in ("name", "a/b/c", "../x", "a/..", "a b/c", "a/b.git"):
+        with pytest.raises(UserError, match="no name of a repository"):
+            plan_push(export, repo)
+
+
+def test_without_a_token(export: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    with pytest.raises(UserError, match="HF_TOKEN: there is no token"):
+        push(plan_push(export, REPO))
+
+
+def test_a_dry_run_sends_nothing_and_says_all(
+    export: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    assert main(["push", str(export), REPO, "--dry-run", "--private"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("4 files") and "private" in out and out.endswith("nothing was sent\n")
+    weights = hashlib.sha256((export / "model.safetensors").read_bytes()).hexdigest()
+    assert f"sha256 {weights}" in out and "+library_name: drafttrain" in out
+    assert main(["push", str(export), REPO]) == 2
+    assert "there is no token" in capsys.readouterr().err
+
+
+def online(hub: fake_hub.Hub, *arguments: str, token: str | None = "hf_test") -> subprocess.CompletedProcess[str]:
+    """The command in a process of its own: the client reads its settings when it is imported."""
+    env = {key: value for key, value in os.environ.items() if not key.startswith("HF_")}
+    env |= {"HF_ENDPOINT": hub.address, "HF_HUB_DISABLE_TELEMETRY": "1", "NO_PROXY": "127.0.0.1"}
+    if token is not None:
+        env["HF_TOKEN"] = token
+    command = [sys.executable, "-m", "drafttrain", *arguments]
+    return subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+
+
+def test_there_and_back(export: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What arrives is what the dry run said, byte by byte; what is pulled is the draft."""
+    main(["push", str(export), REPO, "--dry-run"])
+    said = dict(re.findall(r"^  (\S+)  .*sha256 (\w+)", capsys.readouterr().out, re.M))
+    with fake_hub.running() as hub:
+        sent = online(hub, "push", str(export), REPO, "--private")
+        assert sent.returncode == 0, sent.stderr
+        assert "hf_test" not in sent.stdout + sent.stderr
+        held = hub.files[REPO]
+        assert {name: hashlib.sha256(data).hexdigest() for name, data in held.items()} == said
+        made = hub.made[0]  # releases of the client say it in two ways
+        assert (made.get("visibility") == "private" or made.get("private") is True) and hub.tokens == {"Bearer hf_test"}
+        hub.files["someone/other"] = {"config.json": b"{}"}
+        held["model.py"] = b"raise SystemExit"
+        hub.tokens.clear()
+        got = online(hub, "pull", REPO, "--out", str(tmp_path / "pulled"), token=None)
+        assert got.returncode == 0, got.stderr
+        assert hub.tokens == {None}
+        assert "eagle3 for some/target" in got.stdout
+        other = online(hub, "pull", "someone/other", "--out", str(tmp_path / "other"))
+        assert other.returncode == 2 and "drafttrain import" in other.stderr
+        missing = online(hub, "pull", "someone/nothing", "--out", str(tmp_path / "nothing"))
+        assert missing.returncode == 2 and "no such repository" in missing.stderr
+    assert sorted(path.name for path in (tmp_path / "pulled").iterdir()) == sorted(said)
+    ours, theirs = (load_file(folder / "model.safetensors") for folder in (export, tmp_path / "pulled"))
+    assert set(ours) == set(theirs) and all(bool((ours[name] == theirs[name]).all()) for name in ours)
+    assert [path.name for path in tmp_path.iterdir()] == ["pulled"]
+
+
+def test_no_hub(tmp_path: Path) -> None:
+    (tmp_path / "there").mkdir()
+    with pytest.raises(UserError, match="already exists"):
+        pull(REPO, tmp_path / "there")
+    with pytest.raises(UserError, match="cannot be reached"):  # tests are offline
+        pull(REPO, tmp_path / "new")
+    assert not (tmp_path / "new").exists()
