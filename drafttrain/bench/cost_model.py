@@ -172,7 +172,9 @@ def fit(features: Sequence[Sequence[float]], seconds: Sequence[float], weights: 
 def _solve(matrix: NDArray[np.float64], wanted: NDArray[np.float64]) -> NDArray[np.float64] | None:
     """None where the features depend on each other or a coefficient is negative."""
     solved, _, rank, _ = np.linalg.lstsq(matrix, wanted, rcond=1e-9)
-    return solved if rank == matrix.shape[1] and bool((solved >= 0).all()) else None
+    if rank < matrix.shape[1] or bool((solved < 0).any()):
+        return None
+    return np.asarray(solved, dtype=np.float64)
 
 
 def _verify(rows: float, width: float) -> tuple[float, float, float]:

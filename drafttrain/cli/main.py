@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from types import ModuleType
 
 from drafttrain import __version__
-from drafttrain.cli import eval, export, inspect, plan, prompts, prove, regenerate, train
+from drafttrain.cli import advise, eval, export, inspect, plan, prompts, prove, regenerate, train
 from drafttrain.errors import UserError
 
 # One module a command, in the order of the work. A module has `register(subparsers)`, which sets the parser's
@@ -22,6 +22,7 @@ COMMANDS: tuple[ModuleType, ...] = (
     inspect,
     train,
     eval,
+    advise,
     export,
     prove,
 )
