@@ -21,6 +21,8 @@ Basis = Literal["measured", "interpolated", "extrapolated"]
 _FARTHER = 4
 # A draft whose rounds propose fewer than this share of K decides by itself: its rounds at another K are unknown.
 _ALWAYS = 0.8
+# They replay the answers of the baseline.
+_NO_DRAFTS = ("oracle", "synthetic")
 
 
 @dataclass(frozen=True)
@@ -279,12 +281,12 @@ def _ranges(options: Sequence[Option | None]) -> Iterator[tuple[tuple[int, int, 
 
 
 def _rivals(entries: Sequence[DraftResult], run: str, best: Sequence[Option]) -> Iterator[Option]:
-    """The fastest other draft of each batch size, where it beats the draft under test; an oracle is no draft."""
+    """The fastest other draft of each batch size, where it beats the draft under test."""
     for option in best:
         others = [
             Option(option.batch, e.draft, e.proposes, e.setting.k, e.speed.speedup, e.speed.speedup_ci, tau, "measured")
             for e in entries
-            if e.setting.batch == option.batch and e.base not in (run, BASELINE) and e.family != "oracle"
+            if e.setting.batch == option.batch and e.base not in (run, BASELINE) and e.family not in _NO_DRAFTS
             if e.speed is not None and e.speed.speedup is not None and (tau := e.acceptance.tau) is not None
         ]
         fastest = max(others, key=_speed, default=None)

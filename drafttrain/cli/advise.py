@@ -49,9 +49,12 @@ def run(arguments: argparse.Namespace) -> int:
 
     from drafttrain.bench.advice import advise, vllm_config
     from drafttrain.bench.report.advice import in_words
+    from drafttrain.errors import UserError
     from drafttrain.export.vllm import METHODS
 
     folder: Path = arguments.run_folder
+    if arguments.context is not None and arguments.memory is None:
+        raise UserError("says nothing without a budget", where="--context", remedy="add --memory 16G")
     advice = advise(find_result(folder, arguments.suite), budget=arguments.memory, context=arguments.context)
     method = METHODS.get(advice.family)
     served = None if method is None else vllm_config(advice, method, str(folder / "export" / "vllm"))

@@ -26,6 +26,11 @@ def in_words(advice: Advice) -> Iterator[str]:
     yield f"  {_end(advice)}"
     for rival in advice.rivals:
         yield f"  batch {rival.batch}: {rival.draft} is faster: {rival.variant}, {_figures(rival)}"
+    yield ""
+    yield "Chains by batch size, for servers without trees"
+    for (first, last, k), basis in zip(advice.chains, advice.chain_basis, strict=True):
+        sizes = f"batch {first}" if first == last else f"batch {first} to {last}"
+        yield f"  {sizes}: {f'K={k}' if k else 'do not draft'} ({_SAYS[basis]})"
     if advice.break_even:
         yield ""
         yield "Short outputs"

@@ -26,6 +26,12 @@ _DEFINITIONS = {
     "engine's own overhead leaves",
     "exact": "greedy answers that equal those without a draft token for token. In reduced precision two "
     "kernels may break a tie differently: the gap is the target's top-2 logit difference where answers part.",
+    "memory": "what the engine holds for a draft: weights + caches for the whole batch, with what proposals need "
+    "of the target's cache",
+    "training": "tokens through the draft, wall hours of its steps and their hardware, without prompts and answers; "
+    "unknown where no run says",
+    "predicted": "tau x a plain round / a drafted round, from round times fitted over all settings by batch, tokens "
+    "verified and draft steps",
     "oracle": "replays the answers of the run without a draft: the most that K drafts can give. Greedy only.",
     "[a, b]": "95 % bootstrap interval over prompts; paired with the baseline for the speed-up",
 }
@@ -58,8 +64,8 @@ def render_html(result: EvalResult) -> str:
         '<button id="theme">Light / dark</button></header>',
         _cards(result),
         "".join(f'<div class="note">{escape(note)}</div>' for note in result.notes),
-        "".join(_setting(result, setting, colours) for setting in result.settings),
         table_sections(result, {**bases, **colours}),
+        "".join(_setting(result, setting, colours) for setting in result.settings),
         answers_section(result.texts),
         _about(result),
     ]

@@ -70,7 +70,8 @@ def test_drafting_goes_off_where_it_loses(wide_evaluation: EvalResult) -> None:
     # vLLM wants ranges that start at 1, in order, without a gap or an overlap.
     assert ranges[0][0] == 1 and ranges[-1][1] == 8
     assert all(after[0] == before[1] + 1 for before, after in pairwise(ranges))
-    assert "do not draft" in "\n".join(in_words(advice))
+    said = "\n".join(in_words(advice))
+    assert "to 8: do not draft" in said and "batch 8: do not draft; the best is" in said
 
 
 def test_a_draft_that_never_pays_is_advised_against(wide_evaluation: EvalResult) -> None:
@@ -169,6 +170,8 @@ def test_a_run_without_an_eval_is_told_how_to_get_one(tmp_path: Path) -> None:
         run_command(str(tmp_path / "nowhere"))
     with pytest.raises(UserError, match="no result of 'core'"):
         run_command(str(tmp_path), "--suite", "core")
+    with pytest.raises(UserError, match="--memory 16G"):
+        run_command(str(tmp_path), "--context", "100")
 
 
 @pytest.mark.parametrize("word", ["lots", "0G", "-1G", "16X"])
