@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import shutil
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
+from drafttrain.bench.cost_model import cost_models
+from drafttrain.bench.journal import UNFINISHED, Journal
 from drafttrain.bench.leaderboard import rows_of, write_rows
 from drafttrain.bench.prompts import EvalPrompt
 from drafttrain.bench.report.html import render_html
 from drafttrain.bench.result import EvalResult
 from drafttrain.bench.runner import Contender, Progress, SuiteRun, run_suite
 from drafttrain.bench.suite import SuiteConfig
-from drafttrain.drafters.saving import check_target, find_draft, load_draft
+from drafttrain.bench.tables import tables
+from drafttrain.bench.training_cost import TrainingCost, training_cost
+from drafttrain.drafters.saving import META, WEIGHTS, check_target, find_draft, load_draft
 from drafttrain.engine.proposers import NGramProposer, OracleProposer, build_proposer
 from drafttrain.engine.records import Completion
 from drafttrain.errors import RecipeError
-from drafttrain.files import atomic_file, write_json
+from drafttrain.files import atomic_file, sha256_file, sha256_text, write_json
 from drafttrain.recipe.load import load_recipe
 from drafttrain.recipe.provenance import git_revision, hardware, versions
 from drafttrain.recipe.schema import Recipe
@@ -43,6 +49,9 @@ def evaluate(
     suite: SuiteConfig,
     overrides: Sequence[str] = (),
     progress: Progress | None = None,
+    folder: Path | None = None,
+    fresh: bool = False,
+    say: Callable[[str], None] | None = None,
 ) -> tuple[EvalResult, SuiteRun]:
     """Run a suite.
 
@@ -51,17 +60,49 @@ def evaluate(
         suite: what to run.
         overrides: `target.key=value` of the recipe, such as `target.dtype=bfloat16`.
         progress: told what is running.
+        folder: of the results; finished settings are kept there, and those of an interrupted evaluation like this
+            one are not measured again.
+        fresh: measure them again all the same.
+        say: told what becomes of an interrupted evaluation.
 
     Raises:
         UserError: whatever is missing, foreign or does not fit, before anything is timed.
     """
     recipe = load_recipe(run, overrides)
     prompts = suite.load_prompts()
-    folder = find_draft(run) if "run" in suite.drafts else None
+    draft = find_draft(run) if "run" in suite.drafts else None
     target = load_target(recipe.target)
-    contenders = [c for name in suite.drafts for c in _contenders(name, recipe, suite, folder, target)]
-    measured = run_suite(target, suite, prompts, contenders, progress, recipe.data.template_kwargs)
-    return _result(recipe, suite, prompts, contenders, target, measured), measured
+    contenders = [c for name in suite.drafts for c in _contenders(name, recipe, suite, draft, target)]
+    journal = None
+    if folder is not None:
+        journal = Journal(folder / UNFINISHED, _key(recipe, suite, prompts, draft, target), fresh)
+        if say is not None and journal.kept:
+            say(f"going on with {len(journal.kept)} setting(s) that were measured before (--fresh measures them again)")
+        if say is not None and journal.differs:
+            say(f"what an interrupted eval left here is dropped: other {', '.join(journal.differs)}")
+    measured = run_suite(target, suite, prompts, contenders, progress, recipe.data.template_kwargs, journal)
+    training = training_cost(Path(run)) if draft is not None else None
+    return _result(recipe, suite, prompts, contenders, target, measured, training), measured
+
+
+def _key(
+    recipe: Recipe, suite: SuiteConfig, prompts: Sequence[EvalPrompt], draft: Path | None, target: TargetModel
+) -> dict[str, Any]:
+    """All that a measurement depends on."""
+    revision = git_revision()
+    return {
+        "suite": suite.model_dump(mode="json"),
+        "prompts": sha256_text(json.dumps([asdict(prompt) for prompt in prompts])),
+        "target": {
+            **target.identity.to_dict(),
+            "dtype": str(target.dtype),
+            "device": str(target.device),
+            "template_kwargs": recipe.data.template_kwargs,
+        },
+        "draft": None if draft is None else {name: sha256_file(draft / name) for name in (WEIGHTS, META)},
+        "versions": {**versions(), "revision": revision and revision["commit"]},
+        "hardware": hardware(),
+    }
 
 
 def split_overrides(overrides: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -79,9 +120,12 @@ def write_result(result: EvalResult, run: SuiteRun, folder: Path) -> Written:
             for record in rounds:
                 # A record's `batch` is the rows of its round, the setting's the most there may be.
                 file.write(json.dumps({**head, "max_batch": setting.batch, **asdict(record)}) + "\n")
-    write_json(folder / "result.json", result.to_json())
+    models = [asdict(model) for model in cost_models(result)]
+    derived = {"tables": asdict(tables(result)), "cost_models": models}
+    write_json(folder / "result.json", {**result.to_json(), **derived})
     with atomic_file(folder / "report.html") as partial:
         partial.write_text(render_html(result), encoding="utf-8")
+    shutil.rmtree(folder / UNFINISHED, ignore_errors=True)
     return Written(folder / "result.json", folder / "report.html", records)
 
 
@@ -117,7 +161,11 @@ def _contenders(
     proposers = [build_proposer(drafter, recipe.name)]
     for tree in suite.trees:
         proposers.append(build_proposer(drafter, f"{recipe.name} {tree}", tree.build(), tree.sampled))
-    return [Contender(proposer.name, meta.family, proposer) for proposer in proposers]
+    variants = ["", *map(str, suite.trees)]
+    return [
+        Contender(proposer.name, meta.family, proposer, variant=variant)
+        for proposer, variant in zip(proposers, variants, strict=True)
+    ]
 
 
 def _result(
@@ -127,6 +175,7 @@ def _result(
     contenders: Sequence[Contender],
     target: TargetModel,
     measured: SuiteRun,
+    training: TrainingCost | None,
 ) -> EvalResult:
     family = next((c.family for c in contenders if c.name == recipe.name), "")
     categories: dict[str, int] = {}
@@ -144,10 +193,12 @@ def _result(
         drafts=measured.drafts,
         texts=measured.texts,
         hardware=_machine(target),
+        device=target.device.type,
         versions=versions(),
         commit="" if revision is None else revision["commit"] + ("-dirty" if revision["dirty"] else ""),
         date=datetime.now(UTC).isoformat(timespec="seconds"),
         notes=[*([embedded.DESCRIPTION] if recipe.target.model == embedded.NAME else []), *measured.notes],
+        training=training,
     )
 
 

@@ -6,14 +6,17 @@ answers, so one token that differs in the first turn does not turn the second in
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from drafttrain.bench.divergence import AnswerPair, exact_match, top2_gap
+from drafttrain.bench.journal import Journal, SettingRun, now
+from drafttrain.bench.lengths import by_length
 from drafttrain.bench.metrics import acceptance, by_category
 from drafttrain.bench.prompts import EvalPrompt, select
-from drafttrain.bench.result import BASELINE, AnswerText, DraftResult, Setting
+from drafttrain.bench.result import BASELINE, AnswerText, DraftResult, Memory, Setting
+from drafttrain.bench.rounds import round_times
 from drafttrain.bench.speed import speed, time_split
 from drafttrain.bench.suite import SuiteConfig
 from drafttrain.bench.tokens import token_texts
@@ -43,12 +46,14 @@ class Contender:
         proposer: what the engine drafts with.
         learn: called with the baseline's completions before the contender answers the same requests (the
             oracle).
+        variant: the end of the name that says what is proposed where that is no chain, such as a tree.
     """
 
     name: str
     family: str
     proposer: Proposer
     learn: Callable[[Sequence[Completion]], None] | None = None
+    variant: str = ""
 
 
 @dataclass
@@ -80,6 +85,13 @@ class SuiteRun:
     notes: list[str] = field(default_factory=list)
     records: dict[tuple[Setting, str], list[RoundRecord]] = field(default_factory=dict)
 
+    def add(self, found: SettingRun) -> None:
+        """Take in a setting."""
+        self.drafts += found.drafts
+        self.texts += found.texts
+        self.notes += [note for note in found.notes if note not in self.notes]
+        self.records |= {(found.setting, name): records for name, records in found.records.items()}
+
 
 def run_suite(
     target: TargetModel,
@@ -88,6 +100,7 @@ def run_suite(
     contenders: Sequence[Contender],
     progress: Progress | None = None,
     template_kwargs: dict[str, Any] | None = None,
+    journal: Journal | None = None,
 ) -> SuiteRun:
     """Measure `contenders` and the baseline in every setting of the suite.
 
@@ -98,6 +111,7 @@ def run_suite(
         contenders: drafts, names unique.
         progress: told what is running.
         template_kwargs: extra variables of the chat template, as the draft was trained with.
+        journal: where finished settings are kept, and found again.
 
     Raises:
         DataError: a prompt leaves no room for an answer in the target's context, or names are not unique.
@@ -107,9 +121,17 @@ def run_suite(
         raise DataError(f"drafts need names of their own, got {', '.join(names[1:])}")
     renderer = ChatRenderer(target.tokenizer, template_kwargs, target.stop_ids)
     _check_room(target, renderer, prompts)
+    weights = {contender.name: contender.proposer.memory_bytes() for contender in contenders}
     run = SuiteRun()
     shown: Setting | None = None
     for setting in settings(suite):
+        texts = shown is None and (setting.temperature == 0 or 0 not in suite.temperatures)
+        shown = setting if texts else shown
+        kept = None if journal is None else journal.kept.get(setting)
+        if kept is not None:
+            run.notes.append(f"{setting} was measured before an interruption, until {kept.finished}")
+            run.add(kept)
+            continue
         fitting = [
             contender
             for contender in contenders
@@ -117,13 +139,11 @@ def run_suite(
             # A tree has its own depth, whatever k is.
             and (contender.proposer.tree is None or setting.k == suite.k[0])
         ]
-        measured = _Measurement(target, suite, renderer, prompts, fitting, setting, run.notes)
-        logs = measured.run(progress)
-        run.drafts += measured.summary()
-        run.records |= {(setting, name): log.records for name, log in logs.items()}
-        if shown is None and (setting.temperature == 0 or 0 not in suite.temperatures):
-            shown = setting
-            run.texts = measured.texts()
+        measurement = _Measurement(target, suite, renderer, prompts, fitting, setting, weights)
+        found = measurement.run(progress, texts)
+        run.add(found)
+        if journal is not None:
+            journal.add(found)
     return run
 
 
@@ -152,10 +172,11 @@ class _Measurement:
         prompts: Sequence[EvalPrompt],
         contenders: Sequence[Contender],
         setting: Setting,
-        notes: list[str],
+        weights: Mapping[str, int],
     ) -> None:
         self.target, self.suite, self.renderer, self.setting = target, suite, renderer, setting
-        self.prompts, self.contenders, self.notes = prompts, contenders, notes
+        self.prompts, self.contenders, self.weights = prompts, contenders, weights
+        self.notes: list[str] = []
         self.families = {BASELINE: "", **{c.name: c.family for c in contenders}}
         length = _longest(target, suite, renderer, prompts)
         proposers: dict[str, Proposer | None] = {BASELINE: None, **{c.name: c.proposer for c in contenders}}
@@ -167,7 +188,8 @@ class _Measurement:
         self.logs = {name: _Log() for name in self.engines}
         self.prompt_ids: dict[tuple[str, int], list[int]] = {}
 
-    def run(self, progress: Progress | None) -> dict[str, _Log]:
+    def run(self, progress: Progress | None, texts: bool) -> SettingRun:
+        """Measure; with the answers of some prompts if `texts`."""
         suite = self.suite
         if suite.warmup:
             self._chunk(self.prompts[: suite.warmup], 0, 0, None)
@@ -188,7 +210,14 @@ class _Measurement:
                 done += len(chunk)
         if progress is not None:
             progress(str(self.setting), total, total)
-        return self.logs
+        return SettingRun(
+            setting=self.setting,
+            drafts=self.summary(),
+            records={name: log.records for name, log in self.logs.items()},
+            texts=self.texts() if texts else [],
+            notes=self.notes,
+            finished=now(),
+        )
 
     def _chunk(self, chunk: Sequence[EvalPrompt], repeat: int, number: int, tell: Callable[[str], None] | None) -> None:
         """All turns of some conversations, by every engine."""
@@ -259,6 +288,10 @@ class _Measurement:
         suite = self.suite
         categories = {prompt.id: prompt.category for prompt in self.prompts}
         plain = self.logs[BASELINE]
+        prompt_lengths = {key: len(self.prompt_ids[key[:2]]) for key in plain.answers}
+        output_lengths = {key: len(answer.tokens) for key, answer in plain.answers.items()}
+        variants = {contender.name: contender.variant for contender in self.contenders}
+        sampling = {"samples": suite.bootstrap, "seed": suite.seed}
         results = []
         for name, log in self.logs.items():
             is_draft = name != BASELINE
@@ -267,8 +300,7 @@ class _Measurement:
                 plain.records,
                 end_to_end_tps=log.end_to_end_tps,
                 baseline_end_to_end_tps=plain.end_to_end_tps,
-                samples=suite.bootstrap,
-                seed=suite.seed,
+                **sampling,
             )
             if is_draft and measured is not None and measured.flag is not None:
                 self.notes.append(f"{name} at {self.setting}: {measured.flag}")
@@ -280,9 +312,9 @@ class _Measurement:
                     requests=len({request for request, _, _ in log.answers}),
                     answers=len({(request, turn) for request, turn, _ in log.answers}),
                     tokens=log.tokens,
-                    acceptance=acceptance(log.records, samples=suite.bootstrap, seed=suite.seed),
+                    acceptance=acceptance(log.records, **sampling),
                     categories={
-                        category: acceptance(rows, samples=suite.bootstrap, seed=suite.seed)
+                        category: acceptance(rows, **sampling)
                         for category, rows in by_category(log.records, categories).items()
                     },
                     split=time_split(log.records),
@@ -292,9 +324,30 @@ class _Measurement:
                     else None,
                     prefill_s=log.prefill_s,
                     decode_s=log.decode_s,
+                    variant=variants.get(name, ""),
+                    prefills=len(log.answers),
+                    prompt_tokens=sum(prompt_lengths[key] for key in log.answers),
+                    memory=self._memory(name),
+                    by_prompt=by_length(log.records, plain.records, prompt_lengths, suite.prompt_buckets, **sampling)
+                    if is_draft
+                    else [],
+                    by_output=by_length(log.records, plain.records, output_lengths, suite.output_buckets, **sampling)
+                    if is_draft
+                    else [],
+                    timings=round_times(log.records),
                 )
             )
         return results
+
+    def _memory(self, name: str) -> Memory:
+        """What an engine holds beyond the plain one's; of that one, the target and its cache."""
+        engine, plain = self.engines[name], self.engines[BASELINE]
+        rows, length = plain.max_batch, plain.max_length
+        if engine.proposer is None:
+            weights = sum(p.numel() * p.element_size() for p in self.target.parameters())
+            return Memory(weights, plain.cache.bytes(), rows, length)
+        added = engine.proposer.memory_bytes() + engine.cache.bytes() - plain.cache.bytes()
+        return Memory(self.weights[name], added - self.weights[name], rows, length)
 
     def _pairs(self, log: _Log) -> Iterator[AnswerPair]:
         plain = self.logs[BASELINE].answers

@@ -27,6 +27,15 @@ Counts = Annotated[list[Annotated[int, Field(ge=1)]], Field(min_length=1), After
 Temperatures = Annotated[
     list[Annotated[float, Field(ge=0, allow_inf_nan=False)]], Field(min_length=1), AfterValidator(_distinct)
 ]
+
+
+def _ascending(edges: list[int]) -> list[int]:
+    if edges != sorted(set(edges)):
+        raise ValueError(f"must ascend: {edges}")
+    return edges
+
+
+Edges = Annotated[list[Annotated[int, Field(ge=1)]], Field(min_length=1), AfterValidator(_ascending)]
 DraftNames = Annotated[list[DraftName], Field(min_length=1), AfterValidator(_distinct)]
 
 
@@ -64,6 +73,7 @@ class SuiteConfig(Config):
         warmup: prompts run and thrown away before anything is timed.
         seed: of sampling.
         bootstrap: resamples of each confidence interval.
+        prompt_buckets, output_buckets: tokens at which the tables of speed-up by length start another column.
         texts: prompts of the first greedy setting whose answers the report shows, spread over the categories.
     """
 
@@ -84,6 +94,8 @@ class SuiteConfig(Config):
     warmup: int = Field(1, ge=0)
     seed: int = Field(0, ge=0)
     bootstrap: int = Field(2000, ge=100)
+    prompt_buckets: Edges = Field([64, 128, 256, 512, 1024, 2048, 4096, 8192])
+    output_buckets: Edges = Field([32, 64, 128, 256, 512, 1024, 2048])
     texts: int = Field(16, ge=0)
 
     def load_prompts(self) -> list[EvalPrompt]:

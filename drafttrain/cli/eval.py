@@ -40,6 +40,9 @@ def register(subparsers: Any) -> None:
         help="a suite file, such as eval/suites/core.yaml; key=value may follow",
     )
     parser.add_argument("--out", type=Path, metavar="DIR", help="default: RUN/eval/<suite>")
+    parser.add_argument(
+        "--fresh", action="store_true", help="measure again what an interrupted eval like this one has measured"
+    )
     parser.add_argument("--leaderboard", action="store_true", help="render the results in eval/leaderboard")
     parser.add_argument("--leaderboard-dir", type=Path, metavar="DIR", help="another place for leaderboard rows")
     parser.add_argument("--no-leaderboard", action="store_true", help="keep this result out of the leaderboard")
@@ -84,13 +87,17 @@ def _evaluate(arguments: argparse.Namespace, run: str, suite_file: str, override
     from drafttrain.bench.leaderboard import default_folder
     from drafttrain.bench.report.terminal import result_table
     from drafttrain.bench.suite import load_suite
+    from drafttrain.files import exclusive
 
     of_suite, of_target = split_overrides(overrides)
     suite = load_suite(suite_file, of_suite)
     folder = arguments.out or _default_out(Path(run), suite.name)
     _make(folder)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True) as bar:
+    with (
+        exclusive(folder / ".lock", "measuring into this folder"),
+        Progress(*columns, console=console, transient=True) as bar,
+    ):
         task = bar.add_task("loading", total=None)
         shown: tuple[str, int] | None = None
 
@@ -101,8 +108,11 @@ def _evaluate(arguments: argparse.Namespace, run: str, suite_file: str, override
                 shown = (what.split(": ")[0], done)
                 console.print(f"{shown[0]}: {done} of {total} conversations", markup=False)
 
-        result, measured = evaluate(run, suite, of_target, show)
-    written = write_result(result, measured, folder)
+        def say(message: str) -> None:
+            console.print(message, markup=False, soft_wrap=True)
+
+        result, measured = evaluate(run, suite, of_target, show, folder, arguments.fresh, say)
+        written = write_result(result, measured, folder)
     console.print(result_table(result))
     console.print(f"report: {written.report}", soft_wrap=True)
     console.print(f"result: {written.result}", soft_wrap=True)

@@ -11,6 +11,7 @@ from types import ModuleType
 
 from drafttrain import __version__
 from drafttrain.cli import (
+    advise,
     doctor,
     eval,
     export,
@@ -35,6 +36,7 @@ COMMANDS: tuple[ModuleType, ...] = (
     inspect,
     train,
     eval,
+    advise,
     import_draft,
     export,
     prove,

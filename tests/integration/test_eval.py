@@ -11,9 +11,13 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
+from drafttrain.bench.evaluate import evaluate as run_evaluation
 from drafttrain.bench.leaderboard import KEYS
 from drafttrain.bench.metrics import acceptance
+from drafttrain.bench.suite import load_suite
+from drafttrain.bench.tables import TITLES
 from drafttrain.cli import eval as command
 from drafttrain.drafters.build import build_drafter, init_from_target
 from drafttrain.drafters.eagle.config import Eagle3Config
@@ -179,9 +183,62 @@ def test_leaderboard_rows_have_exactly_the_agreed_keys(results: dict[str, Any], 
 def test_the_report_needs_no_network_and_shows_who_wrote_what(results: dict[str, Any], home: Path) -> None:
     report = (home / "runs/tiny-eagle3/eval/tiny/report.html").read_text("utf-8")
     assert not re.search(r"""(src|href)\s*=|url\(|@import|https?:|fetch\(""", report)
-    assert report.count("<svg") == 4 * 4
+    charts = sum(len(results["tables"][name]) for name in TITLES)
+    assert report.count("<svg") == 4 * 4 + charts and charts >= 4
     assert "Now in one line 😀" in report and "مرحبا" in report
     assert 'title="depth 1"' in report
+
+
+def test_tables_and_cost_models_stand_in_the_result(results: dict[str, Any]) -> None:
+    found = results["tables"]
+    assert [grid["columns"] for grid in found["batch"]] == [["1", "2"], ["1", "2"]]
+    assert [row["draft"] for row in found["draft"][0]["rows"]] == ["tiny-eagle3", "ngram", "oracle"]
+    assert "k=[" in found["missing"]["variant"]
+    assert [model["temperature"] for model in results["cost_models"]] == [0.0, 1.0]
+    assert all(0 < p["host_share"] < 1 for model in results["cost_models"] for p in model["predictions"])
+
+
+def test_memory_added_is_the_drafts_weights_and_caches(results: dict[str, Any], home: Path) -> None:
+    """Weights as they are stored, in fp32, vocabulary maps apart; caches grow with the batch."""
+    stored = load_file(home / "runs/tiny-eagle3/best/model.safetensors").values()
+    weights = sum(4 * tensor.numel() for tensor in stored if tensor.is_floating_point())
+    one, two = (e["memory"] for e in entries(results, "tiny-eagle3", 0.0))
+    assert one["weights"] == two["weights"] == weights
+    assert two["state"] == 2 * one["state"] > 0
+    assert all(e["memory"]["weights"] == 0 for e in entries(results, "ngram"))
+
+
+def test_an_interrupted_eval_goes_on(home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    suite, overrides = str(home / "suite.yaml"), ["temperatures=[0.0]", "limit=2", "drafts=[run]"]
+    run, out = str(home / "runs/tiny-eagle3"), tmp_path / "out"
+
+    def interrupt(what: str, done: int, total: int) -> None:
+        if "batch 2" in what:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run_evaluation(run, load_suite(suite, overrides), progress=interrupt, folder=out)
+    words = (run, "--suite", suite, *overrides, "--out", str(out), "--no-leaderboard")
+    assert [path.name for path in (out / "unfinished").glob("k3*")] == ["k3-t0-batch1.json"]
+    assert evaluate(*words) == 0
+    assert "going on with 1 setting(s)" in capsys.readouterr().out
+    result = json.loads((out / "result.json").read_text("utf-8"))
+    assert [e["setting"]["batch"] for e in result["drafts"]] == [1, 1, 2, 2]
+    assert any("before an interruption" in note for note in result["notes"])
+    assert {path.name for path in out.iterdir()} == {"result.json", "report.html", "records.jsonl", ".lock"}
+
+
+def test_what_another_eval_left_is_dropped_and_said(
+    home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    left = tmp_path / "unfinished"
+    left.mkdir(parents=True)
+    (left / "key.json").write_text("{}", "utf-8")
+    (left / "k3-t0-batch1.json").write_text("{}", "utf-8")
+    overrides = ("temperatures=[0.0]", "batch=[1]", "limit=1", "drafts=[ngram]")
+    words = (str(home / "runs/tiny-eagle3"), *overrides, "--out", str(tmp_path), "--no-leaderboard")
+    assert evaluate(*words, "--suite", str(home / "suite.yaml")) == 0
+    assert "is dropped: other suite, prompts" in capsys.readouterr().out
 
 
 def test_a_draft_alone_at_one_setting(home: Path, tmp_path: Path) -> None:

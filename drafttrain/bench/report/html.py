@@ -8,6 +8,7 @@ from importlib import resources
 
 from drafttrain.bench.report import charts, text
 from drafttrain.bench.report.answers import answers_section
+from drafttrain.bench.report.tables_html import table_sections, value
 from drafttrain.bench.result import BASELINE, DraftResult, EvalResult, Setting
 
 _COLOURS = 5
@@ -25,6 +26,12 @@ _DEFINITIONS = {
     "engine's own overhead leaves",
     "exact": "greedy answers that equal those without a draft token for token. In reduced precision two "
     "kernels may break a tie differently: the gap is the target's top-2 logit difference where answers part.",
+    "memory": "what the engine holds for a draft: weights + caches for the whole batch, with what proposals need "
+    "of the target's cache",
+    "training": "tokens through the draft, wall hours of its steps and their hardware, without prompts and answers; "
+    "unknown where no run says",
+    "predicted": "tau x a plain round / a drafted round, from round times fitted over all settings by batch, tokens "
+    "verified and draft steps",
     "oracle": "replays the answers of the run without a draft: the most that K drafts can give. Greedy only.",
     "[a, b]": "95 % bootstrap interval over prompts; paired with the baseline for the speed-up",
 }
@@ -47,6 +54,8 @@ def render_html(result: EvalResult) -> str:
     """The whole page."""
     names = list(dict.fromkeys(e.draft for e in result.drafts if e.draft != BASELINE))
     colours = {name: f"var(--c{index % _COLOURS})" for index, name in enumerate(names)}
+    # Tables name a draft without its variant, which need not have been measured as a chain.
+    bases = {entry.base: colours[entry.draft] for entry in reversed(result.drafts) if entry.draft != BASELINE}
     title = f"{result.run or 'Reference drafts'} on {result.target}"
     body = [
         f"<header><div><h1>{escape(title)}</h1>",
@@ -55,6 +64,7 @@ def render_html(result: EvalResult) -> str:
         '<button id="theme">Light / dark</button></header>',
         _cards(result),
         "".join(f'<div class="note">{escape(note)}</div>' for note in result.notes),
+        table_sections(result, {**bases, **colours}),
         "".join(_setting(result, setting, colours) for setting in result.settings),
         answers_section(result.texts),
         _about(result),
@@ -172,20 +182,16 @@ def _cells(entry: DraftResult, colours: dict[str, str]) -> list[str]:
     is_baseline = entry.draft == BASELINE
     return [
         f'<td><span class="key" style="background:{colour}"></span>{escape(text.label(entry))}</td>',
-        _value(text.number(acceptance.tau), text.interval(acceptance.tau_ci)),
-        _value(text.number(acceptance.tau_request_mean)),
-        _value(text.percent(acceptance.acceptance_rate)),
-        _value(text.chain(acceptance.alpha)),
-        _value(text.number(text.tokens_per_second(entry), 1)),
-        _value("1.00x" if is_baseline else text.speedup(speed), text.interval(speed.speedup_ci) if speed else ""),
-        _value("1.00x" if is_baseline else text.number(speed.end_to_end if speed else None, 2, "x")),
-        _value(text.percent(speed.of_ceiling if speed else None, 0)),
-        _value(text.percent(exact.rate if exact else None)),
+        value(text.number(acceptance.tau), text.interval(acceptance.tau_ci)),
+        value(text.number(acceptance.tau_request_mean)),
+        value(text.percent(acceptance.acceptance_rate)),
+        value(text.chain(acceptance.alpha)),
+        value(text.number(text.tokens_per_second(entry), 1)),
+        value("1.00x" if is_baseline else text.speedup(speed), text.interval(speed.speedup_ci) if speed else ""),
+        value("1.00x" if is_baseline else text.number(speed.end_to_end if speed else None, 2, "x")),
+        value(text.percent(speed.of_ceiling if speed else None, 0)),
+        value(text.percent(exact.rate if exact else None)),
     ]
-
-
-def _value(figure: str, small: str = "") -> str:
-    return f"<td>{escape(figure)}{f' <small>{escape(small)}</small>' if small else ''}</td>"
 
 
 def _about(result: EvalResult) -> str:

@@ -11,14 +11,16 @@ from rich.text import Text
 
 from drafttrain.bench.bootstrap import Interval
 from drafttrain.bench.report import text
+from drafttrain.bench.report.tables_terminal import section_tables
 from drafttrain.bench.result import BASELINE, DraftResult, EvalResult, Setting
 
 _COLUMNS = ("draft", "tau", "accepted", "alpha by depth", "tokens/s", "speed-up", "of max", "exact")
 
 
 def result_table(result: EvalResult) -> RenderableType:
-    """One table a setting, and the notes."""
+    """One table a setting, the tables over settings, and the notes."""
     parts: list[RenderableType] = [_table(result, setting) for setting in result.settings]
+    parts += section_tables(result)
     parts += [Text(f"note: {note}", style="yellow") for note in result.notes]
     return Group(*parts)
 
@@ -65,4 +67,4 @@ def _cells(entry: DraftResult) -> Iterator[str]:
 
 
 def _stacked(figure: str, ends: Interval | None) -> str:
-    return f"{figure}\n{ends[0]:.2f}–{ends[1]:.2f}" if ends else figure
+    return f"{figure}\n{text.span(ends)}" if ends else figure

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from drafttrain.bench.bootstrap import Interval
-from drafttrain.bench.result import BASELINE, DraftResult
+from drafttrain.bench.result import BASELINE, DraftResult, Memory
 from drafttrain.bench.speed import Speed
+from drafttrain.bench.tables import Cell, VariantRow
 
 MISSING = "–"
 
@@ -22,6 +23,11 @@ def percent(value: float | None, digits: int = 1) -> str:
 def interval(ends: Interval | None, digits: int = 2) -> str:
     """A confidence interval in brackets, or nothing."""
     return "" if ends is None else f"[{ends[0]:.{digits}f}, {ends[1]:.{digits}f}]"
+
+
+def span(ends: Interval | None) -> str:
+    """A confidence interval for a narrow column."""
+    return "" if ends is None else f"{ends[0]:.2f}–{ends[1]:.2f}"
 
 
 def with_interval(value: float | None, ends: Interval | None, digits: int = 2, unit: str = "") -> str:
@@ -52,3 +58,40 @@ def tokens_per_second(entry: DraftResult) -> float | None:
     if split is None or split.total_s <= 0 or (entry.speed is not None and entry.speed.flag):
         return None
     return entry.acceptance.emitted / split.total_s
+
+
+def cell(value: Cell | None) -> str:
+    """The speed-up of a table's cell without its interval."""
+    if value is None:
+        return MISSING
+    return "no result" if value.flag else number(value.speedup, 2, "x")
+
+
+def size(value: float) -> str:
+    """Bytes."""
+    for unit, step in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if value >= step:
+            return f"{value / step:.1f} {unit}"
+    return f"{value:.0f} B"
+
+
+def added(memory: Memory | None) -> str:
+    """Memory of a draft: weights, and caches."""
+    return MISSING if memory is None else f"{size(memory.weights)} + {size(memory.state)}"
+
+
+def trained(row: VariantRow) -> str:
+    """What a draft cost to train."""
+    if not row.trained:
+        return "none"
+    cost = row.training
+    if cost is None:
+        return "unknown"
+    return f"{_count(cost.tokens)} tokens, {cost.hours:.2g} h on {cost.hardware}"
+
+
+def _count(value: int) -> str:
+    for unit, step in (("G", 10**9), ("M", 10**6), ("k", 10**3)):
+        if value >= step:
+            return f"{value / step:.3g}{unit}"
+    return str(value)

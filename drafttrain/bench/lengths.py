@@ -1,0 +1,88 @@
+"""Speed-up by the length of prompts and of outputs."""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from drafttrain.bench.bootstrap import Interval
+from drafttrain.bench.rounds import AnswerKey, by_answer
+from drafttrain.bench.speed import speed
+from drafttrain.engine.acceptance import tau
+from drafttrain.engine.records import RoundRecord
+
+
+@dataclass(frozen=True)
+class LengthBucket:
+    """Answers whose length is in a range.
+
+    Attributes:
+        low, high: tokens, from `low` to below `high`; None = no upper end.
+        answers: how many were decoded, with the draft and without one.
+        tau: tokens a round.
+        speedup, speedup_ci: of decoding; None with `flag`.
+        flag: why the measured ratio is no result, or None.
+    """
+
+    low: int
+    high: int | None
+    answers: int
+    tau: float | None
+    speedup: float | None
+    speedup_ci: Interval | None
+    flag: str | None
+
+    def __str__(self) -> str:
+        if self.high is None:
+            return f"{self.low}+"
+        return f"{self.low}–{self.high - 1}"
+
+
+def by_length(
+    records: Sequence[RoundRecord],
+    baseline: Sequence[RoundRecord],
+    lengths: Mapping[AnswerKey, int],
+    edges: Sequence[int],
+    *,
+    samples: int = 2000,
+    seed: int = 0,
+) -> list[LengthBucket]:
+    """Compare a draft with the baseline on answers of each length.
+
+    Args:
+        records, baseline: rounds of the same requests with and without drafting.
+        lengths: of each answer, in tokens. An answer is in the same bucket on both sides, however long the draft's
+            sampled one came out.
+        edges: ascending; buckets are [0, edges[0]), [edges[0], edges[1]), ..., [edges[-1], no end).
+        samples, seed: of the bootstrap over requests.
+
+    Returns:
+        Buckets in which something was decoded on both sides.
+    """
+    mine, theirs = by_answer(records), by_answer(baseline)
+    members: dict[int, list[AnswerKey]] = {}
+    for key in mine:
+        if key in theirs:
+            members.setdefault(bisect.bisect_right(edges, lengths[key]), []).append(key)
+    ends = [0, *edges, None]
+    found = []
+    for index, keys in sorted(members.items()):
+        rounds = [r for key in keys for r in mine[key]]
+        measured = speed(rounds, [r for key in keys for r in theirs[key]], samples=samples, seed=seed)
+        if measured is None:
+            continue
+        low = ends[index]
+        assert low is not None
+        found.append(
+            LengthBucket(
+                low,
+                ends[index + 1],
+                len(keys),
+                tau(rounds),
+                measured.speedup,
+                measured.speedup_ci,
+                measured.flag,
+            )
+        )
+    return found
