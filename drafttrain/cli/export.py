@@ -7,7 +7,9 @@ from pathlib import Path
 
 from drafttrain.cli.common import Subparsers, positive
 
-_ENGINES = "vllm, speculators (vLLM), sglang, trtllm (TensorRT-LLM), hf (transformers)"
+_ENGINES = (
+    "vllm, speculators (vLLM), sglang, trtllm (TensorRT-LLM), hf (transformers), gguf (llama.cpp); or ENGINE@VERSION"
+)
 
 
 def register(subparsers: Subparsers[argparse.ArgumentParser]) -> None:

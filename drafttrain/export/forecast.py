@@ -135,7 +135,7 @@ def describe(found: Forecast, engine: str) -> list[str]:
     counters = found.counters(engine)
     if counters:
         shown = ", ".join(f"{name} {_shown(value)}" for name, value in counters.items())
-        lines.append(f"{engine}'s own counters should show: {shown}")
+        lines.append(f"the server's own counters should show: {shown}")
     for speed in found.speedups:
         ci = "" if speed.interval is None else " [{:.2f}, {:.2f}]".format(*speed.interval)
         lines.append(f"speed-up at batch {speed.batch}: {speed.speedup:.2f}{ci} in drafttrain's own engine")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +32,7 @@ from drafttrain.targets import embedded
 
 ENGINES = {engine.name: engine for engine in (VLLM, SPECULATORS, SGLANG, TRTLLM, HF, GGUF)}
 CARD = "README.md"
+_NUMBER = re.compile(r"\d+(?:\.\d+)*")
 _log = logging.getLogger(__name__)
 
 
@@ -67,14 +69,14 @@ def export_draft(
 
     Args:
         run: a run's folder, or a saved draft.
-        engines: names in `ENGINES`.
+        engines: names in `ENGINES`, or `name@version`.
         out: a folder of that name is made in it for each engine; default: `export/` in the run.
         k: draft tokens a round in the serving command; default: what the run measured with.
         dtype: of the weights; default: the target's where the run's recipe is there, else as stored. Engines
             run a draft in the target's dtype whatever is stored.
 
     Raises:
-        ExportError: an unknown engine, an option that it lacks, an output folder that exists. Nothing is
+        ExportError: an unknown engine or version, an option that it lacks, an output folder that exists. Nothing is
             written then.
         CheckpointError: no finished draft, or a damaged one.
     """
@@ -132,10 +134,20 @@ def export_draft(
     return written
 
 
-def _engine(name: str) -> Engine:
+def _engine(text: str) -> Engine:
+    """By name, or by `name@version`."""
+    name, _, version = text.partition("@")
     if name not in ENGINES:
         raise ExportError(f"no engine {name!r}", where="--to", remedy=f"known are {', '.join(ENGINES)}")
-    return ENGINES[name]
+    engine = ENGINES[name]
+    known = _NUMBER.findall(engine.versions)
+    if version and not any(version == number or version.startswith(f"{number}.") for number in known):
+        raise ExportError(
+            f"{text}: what it loads is not known, the folder is written for {engine.versions}",
+            where="--to",
+            remedy=f"say --to {name}, and prove the export in your server before you rely on it",
+        )
+    return engine
 
 
 def draft_tokens(ir: DraftIR, asked: int | None, measured_with: int | None) -> int:

@@ -255,6 +255,11 @@ def test_vllm_has_what_sglang_lacks(tmp_path: Path) -> None:
     assert "layers.1.input_layernorm.weight" in layout.tensors
 
 
+def test_a_version_that_is_known(tmp_path: Path) -> None:
+    (written,) = export_draft(saved(tmp_path, CONFIGS["eagle3"]), ["vllm@0.32.1"])
+    assert written.folder.name == "vllm"
+
+
 def test_one_refusal_stops_all_engines(tmp_path: Path) -> None:
     run = saved(tmp_path, CONFIGS["medusa"])
     with pytest.raises(ExportError):
@@ -264,8 +269,12 @@ def test_one_refusal_stops_all_engines(tmp_path: Path) -> None:
 
 def test_unknown_engines_and_existing_folders_are_refused(tmp_path: Path) -> None:
     run = saved(tmp_path, CONFIGS["eagle3"])
-    with pytest.raises(ExportError, match=r"no engine 'vlm'[\s\S]*vllm, speculators, sglang, trtllm, hf"):
+    with pytest.raises(ExportError, match=r"no engine 'vlm'[\s\S]*vllm, speculators, sglang, trtllm, hf, gguf"):
         export_draft(run, ["vlm"])
+    with pytest.raises(
+        ExportError, match=r"vllm@0.9.1: what it loads is not known[\s\S]*vLLM 0.32[\s\S]*prove the export"
+    ):
+        export_draft(run, ["vllm@0.9.1"])
     with pytest.raises(ExportError, match="no engine is named"):
         export_draft(run, [])
     (tmp_path / "mine" / "sglang").mkdir(parents=True)
