@@ -72,12 +72,12 @@ def _rotary_problems(config: Mapping[str, Any], wanted: Mapping[str, Any]) -> It
     """Both styles of keys, each read alone, must give the parameters that the draft was trained with."""
     old = {"rope_theta", "rope_scaling", "partial_rotary_factor"}
     for style, left_out in (("rope_parameters", old), ("rope_theta", {"rope_parameters"})):
-        view = _View({key: value for key, value in config.items() if key not in left_out})
+        view = ConfigView({key: value for key, value in config.items() if key not in left_out})
         if rope_parameters_of(view) != wanted:
             yield f"the rotary parameters under {style} differ from those trained with"
 
 
-class _View:
+class ConfigView:
     """A JSON config with attributes, as transformers' configs have them."""
 
     def __init__(self, values: Mapping[str, Any]) -> None:

@@ -105,12 +105,12 @@ def _refuse_others(checkpoint: Checkpoint) -> None:
     architectures = " ".join(map(str, config.get("architectures") or []))
     other = next((name for mark, name in _OTHERS.items() if any(mark in key for key in checkpoint.tensors)), None)
     if kind not in (None, "eagle3"):
-        other = str(kind)
+        other = f"{kind} in speculators' format"
     elif "DFlash" in architectures:
         other = "DFlash"
     if other is not None:
         raise CheckpointError(
-            f"holds a draft of the family {other}, which drafttrain does not have",
+            f"holds a draft of the family {other}, which drafttrain does not read",
             where=checkpoint.folder,
             remedy="EAGLE-1, EAGLE-3, Medusa and draft LMs can be imported",
         )

@@ -13,19 +13,13 @@ from drafttrain.drafters.arch import DraftArch
 from drafttrain.errors import CheckpointError
 from drafttrain.export.foreign.checkpoint import Checkpoint
 from drafttrain.export.foreign.target import Target
+from drafttrain.export.verify import ConfigView
 from drafttrain.modeling.blocks import rope_parameters_of
 from drafttrain.targets.stored import EMBEDDING
 
 # Kinds of rotary scaling whose frequencies do not depend on `max_position_embeddings`.
 _LENGTH_FREE = ("default", "linear", "llama3")
 _OURS_TO_MAKE = "rotary_emb."
-
-
-class ConfigView:
-    """A JSON config with attributes, as transformers' configs have them."""
-
-    def __init__(self, values: Mapping[str, Any]) -> None:
-        self.__dict__.update(values)
 
 
 @dataclass

@@ -17,17 +17,18 @@ from drafttrain.drafters.lm.config import DraftLMConfig
 from drafttrain.drafters.medusa.config import MedusaConfig
 from drafttrain.drafters.registry import DrafterConfig
 from drafttrain.drafters.saving import WEIGHTS, save_draft
+from tests.foreign_support import target_folder
 from tests.support import tiny_hf
 
 ROOT = Path(__file__).resolve().parents[3]
 NOISE = 8 << 20
 
 
-def draft(folder: Path, config: DrafterConfig, **sizes: Any) -> int:
+def draft(folder: Path, config: DrafterConfig, target: str, **sizes: Any) -> int:
     """A saved draft of random weights; its size in bytes."""
     text = tiny_hf(num_hidden_layers=8, **sizes).config
     drafter = build_drafter(config, text)
-    save_draft(folder / "draft", drafter, target={"name": "t", "vocab_size": text.vocab_size})
+    save_draft(folder / "draft", drafter, target={"name": target, "vocab_size": text.vocab_size})
     return (folder / "draft" / WEIGHTS).stat().st_size
 
 
@@ -37,14 +38,16 @@ def draft(folder: Path, config: DrafterConfig, **sizes: Any) -> int:
     [
         (Eagle3Config(taps=(5, 1), draft_vocab_size=None), ["vllm", "speculators", "sglang", "trtllm"]),
         (MedusaConfig(num_heads=2), ["vllm"]),
-        (DraftLMConfig(init="scratch", num_layers=1), ["hf"]),
+        (DraftLMConfig(init="scratch", num_layers=1), ["hf", "gguf"]),
     ],
     ids=lambda value: getattr(value, "family", None),
 )
 def test_twice_the_draft_is_enough(config: DrafterConfig, engines: list[str], tmp_path: Path) -> None:
     """The largest tensor is most of the draft: whoever copies it as a whole is found."""
-    draft(tmp_path / "small", config)
-    size = draft(tmp_path / "large", config, hidden_size=256, vocab_size=32768)
+    target_folder(tmp_path / "target")  # a GGUF file holds its tokenizer
+    target = str(tmp_path / "target")
+    draft(tmp_path / "small", config, target, vocab_size=512)
+    size = draft(tmp_path / "large", config, target, hidden_size=256, vocab_size=32768)
     command = [
         sys.executable,
         "-m",
