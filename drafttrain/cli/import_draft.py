@@ -35,7 +35,7 @@ def register(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
     parser.add_argument(
         "--format",
         default="auto",
-        help="eagle, eagle3, speculators, medusa, medusa-original, causal-lm; default: auto",
+        help="eagle, eagle3, speculators, medusa, medusa-original, causal-lm, gguf; default: auto",
     )
     parser.add_argument("--taps", metavar="TAP,TAP", help="states an EAGLE-3 draft reads, where the folder is wrong")
     parser.add_argument("-o", "--out", required=True, type=Path, metavar="RUN", help="a folder that does not exist yet")

@@ -38,7 +38,7 @@ def speculators_layout(ir: DraftIR) -> Layout:
         # Without a model_type: vLLM looks for speculators_config only where there is none.
         "architectures": ["Eagle3DraftModel"],
         "speculators_model_type": "eagle3",
-        "speculators_version": "0.7.0",
+        "speculators_version": "0.9.0",
         _DTYPE: layer[_DTYPE],
         "draft_vocab_size": ir.vocab_map.size,
         "norm_before_residual": ir.norms.before_residual,  # missing, it is on

@@ -113,7 +113,7 @@ def test_a_draft_lm_is_a_draft_target(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("config", "named"),
     [
-        (MedusaConfig(num_heads=2), "drafter.family medusa"),
+        (MedusaConfig(num_heads=3), "drafter.family medusa"),
         (Eagle1Config(), "drafter.family eagle1"),
         (Eagle3Config(norm_before_residual=True), "drafter.norm_before_residual"),
         (Eagle3Config(num_layers=2), "drafter.num_layers 2"),
