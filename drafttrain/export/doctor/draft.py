@@ -89,6 +89,11 @@ class RawDraft:
             return f"{LAYER_CONFIG}.{name}"
         return name
 
+    def beside(self, there: str, name: str) -> str:
+        """The stored name for a new tensor, prefixed as the one with the canonical name `there` is."""
+        stored = self.names[there]
+        return stored.removesuffix(there) + name if stored.endswith(there) else name
+
     def number(self, name: str) -> int | None:
         """An integer of the flat config, or None."""
         value = self.flat.get(name)

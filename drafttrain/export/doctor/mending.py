@@ -21,7 +21,7 @@ from drafttrain.export.sidecar import read_sidecar
 from drafttrain.files import atomic_folder, require_free_space, write_json
 
 WEIGHTS = "model.safetensors"
-_PASSES = 8
+_MOST = 50
 """A mend can lay another fault open, but not without end."""
 
 
@@ -44,17 +44,18 @@ def mend_case(case: Case, first: Collection[Finding] = (), ignored: Collection[s
     """Apply the mends of `first`, then those of what the rules find, until nothing fixable is left."""
     done: list[Finding] = []
     wanted = list(first)
-    for _ in range(_PASSES):
+    while True:
         for finding in wanted:
             if finding.mend is not None:
                 case = replace(case, draft=case.draft.mended(finding.mend))
                 done.append(finding)
         left = lint(case, ignored)
-        # One at a time: two rules may mend the same key, and the second would not be needed any more.
-        wanted = [finding for finding in left if finding.fixable][:1]
-        if not wanted:
-            break
-    return Mended(case, done, left)
+        # One at a time: two rules may mend the same key, and the second would not be needed any more. None twice: a
+        # mend that did not help, or one that shows in the written copy alone.
+        tried = {(finding.rule, finding.what) for finding in done}
+        wanted = [finding for finding in left if finding.fixable and (finding.rule, finding.what) not in tried][:1]
+        if not wanted or len(done) > _MOST:
+            return Mended(case, done, left)
 
 
 def write_copy(draft: RawDraft, out: str | Path) -> None:

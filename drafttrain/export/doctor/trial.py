@@ -18,6 +18,7 @@ from torch.nn.utils.rnn import pad_sequence
 from drafttrain.drafters.base import DraftBatch, Drafter
 from drafttrain.engine.engine import Engine
 from drafttrain.engine.records import Request
+from drafttrain.errors import EngineError
 from drafttrain.export.prove.bundled import room
 from drafttrain.export.prove.server import Counters
 from drafttrain.modeling.causal_lm import CausalLM
@@ -66,6 +67,10 @@ class Answers:
         k: draft tokens a round.
         max_new_tokens: of an answer.
         stop_ids: tokens that end one and are its last.
+        rows: prompts answered together.
+
+    Raises:
+        EngineError: prompts that leave no room in the target's context.
     """
 
     def __init__(
@@ -82,6 +87,12 @@ class Answers:
         # Behind the end, too: the last rounds of an answer draft past it.
         length = max(map(len, prompts)) + max_new_tokens + room(k)
         engine = Engine(target, max_batch=min(rows, len(prompts)), max_length=length)
+        if engine.max_length < length:
+            raise EngineError(
+                f"the longest prompt, {max_new_tokens} tokens and a round of {k} need {length} tokens, the target's "
+                f"context has {engine.max_length}",
+                remedy="shorten the prompts, or give a smaller --max-new-tokens",
+            )
         requests = [Request(str(i), list(ids), max_new_tokens + room(k)) for i, ids in enumerate(prompts)]
         answers = [completion.tokens for completion in engine.generate(requests)]
         self.documents = [torch.tensor([*ids, *answer]) for ids, answer in zip(prompts, answers, strict=True)]

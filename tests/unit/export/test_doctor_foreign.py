@@ -182,6 +182,20 @@ def test_a_target_that_does_not_fit(change: dict[str, Any], rule: str, irs: dict
     assert rule in found(folder, replace(FACTS, **change))
 
 
+@pytest.mark.parametrize("keys", [("rope_theta", "rope_scaling", "rope_parameters"), ()])
+def test_a_rotary_base_that_may_be_meant(keys: tuple[str, ...], irs: dict[str, DraftIR], tmp_path: Path) -> None:
+    """EAGLE's own drafts are trained with 10000 whatever the target's base is: only drafttrain's are known better."""
+    layout = VLLM.layout(irs["eagle3"])
+    config = {key: value for key, value in layout.config.items() if key not in keys}
+    folder = written(tmp_path / "draft", config, layout.tensors)
+    facts = replace(FACTS, rope={"rope_type": "default", "rope_theta": 5e5})
+    rule = "rope-absent" if keys else "rope-theta"
+    (theirs,) = lint(Case(open_draft(folder), facts))
+    assert theirs.rule == rule and theirs.severity is Severity.warning and not theirs.fixable
+    (ours,) = lint(Case(open_draft(folder), facts, about={"target": {}}))
+    assert ours.rule == rule and ours.severity is Severity.error and ours.fixable
+
+
 def test_norms_of_the_other_kind(irs: dict[str, DraftIR], tmp_path: Path) -> None:
     """CASES 19: an error where the target's norms multiply by 1 + weight, and mended."""
     layout = VLLM.layout(irs["eagle3"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from drafttrain.export.doctor.case import Case, listed
-from drafttrain.export.doctor.finding import Finding, error, warning
+from drafttrain.export.doctor.finding import Finding, Mend, error, warning
 from drafttrain.export.doctor.rules.rule import Rule
 
 
@@ -25,7 +25,8 @@ def pickled(case: Case) -> Iterator[Finding]:
         yield warning(
             f"the weights are pickled ({listed(file.name for file in case.draft.weights.files)})",
             "loading a pickled file can run code; engines and hubs turn away from them",
-            "store them as safetensors (--fix writes the copy so)",
+            "store them as safetensors",
+            Mend(),  # a mended copy is written so
         )
 
 

@@ -51,11 +51,11 @@ def absent(case: Case) -> Iterator[Finding]:
     wanted = case.facts.rope
     if new is None and old is None:
         if _bare(wanted) != {"rope_type": "default", "rope_theta": 10000.0}:
-            yield error(
+            yield _unless_meant(
+                case,
                 f"there are no rotary keys; the target has {_bare(wanted)}",
                 "what is missing silently becomes a base of 10000",
                 "write the target's as rope_theta and rope_scaling and as rope_parameters",
-                rope_mend(case, wanted),
             )
     elif old is None and new is not None and _bare(new) != {"rope_type": "default", "rope_theta": 10000.0}:
         yield warning(
@@ -66,6 +66,13 @@ def absent(case: Case) -> Iterator[Finding]:
         )
 
 
+def _unless_meant(case: Case, what: str, why: str, remedy: str) -> Finding:
+    """drafttrain trains with the target's parameters, some other tools with 10000: of their drafts the trial tells."""
+    if case.about is not None:
+        return error(what, why, remedy, rope_mend(case, case.facts.rope))
+    return warning(what, why, f"{remedy} if the draft was trained with it; the trial tries both")
+
+
 def theta(case: Case) -> Iterator[Finding]:
     """The base."""
     new, old = styles(case.draft.flat)
@@ -73,12 +80,11 @@ def theta(case: Case) -> Iterator[Finding]:
         return
     found, wanted = float(case.rope["rope_theta"]), float(case.facts.rope["rope_theta"])
     if found != wanted:
-        yield error(
+        yield _unless_meant(
+            case,
             f"rope_theta is {found:g}, the target's {wanted:g}",
-            "a draft turns positions as it was trained; every trainer takes the target's base. A wrong one is loaded "
-            "in silence and accepts less",
-            "write the target's, unless the draft was really trained with this one; the trial tries it",
-            rope_mend(case, {**case.rope, "rope_theta": wanted}),
+            "a draft turns positions as it was trained; a wrong base is loaded in silence and accepts less",
+            "write the target's",
         )
 
 

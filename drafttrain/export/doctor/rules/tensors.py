@@ -135,38 +135,30 @@ def eagle1_extras(case: Case) -> Iterator[Finding]:
 
 def fc_bias(case: Case) -> Iterator[Finding]:
     """FORMATS: dropped in silence."""
-    draft = case.draft
-    has = "fc.bias" in draft.tensors
-    if has:
-        zero = not bool(draft.tensor("fc.bias").any())
-        if case.engine == "sglang" and draft.family == "eagle1":
-            return
-        if not zero:
+    draft, fc = case.draft, case.draft.tensors.get("fc.weight")
+    has_one = case.engine == "sglang" and draft.family == "eagle1"
+    if "fc.bias" not in draft.tensors:
+        if has_one and fc is not None:
+            zeros = torch.zeros(fc.shape[0], dtype=draft.tensor("fc.weight").dtype)
             yield error(
-                "fc.bias is stored and not zero",
-                f"{case.engine}'s fc has no bias: it is dropped in silence, or refused",
-                "train without a bias of fc" + ("; SGLang has one" if draft.family == "eagle1" else ""),
+                "fc.bias is missing",
+                "SGLang's fc always has a bias: it stays as memory happens to be",
+                "store zeros",
+                Mend(tensors={draft.beside("fc.weight", "fc.bias"): zeros}),
             )
-        elif draft.family == "eagle3":
-            yield error(
-                "fc.bias is stored (zeros)",
-                "EAGLE-3's fc has no bias: the engine has no place for it",
-                "take it out",
-                Mend(drop_tensors=(draft.names["fc.bias"],)),
-            )
-    elif case.engine == "sglang" and draft.family == "eagle1" and draft.shape("fc.weight"):
-        zeros = torch.zeros(draft.shape("fc.weight")[0], dtype=draft.tensor("fc.weight").dtype)  # type: ignore[index]
+    elif not has_one and bool(draft.tensor("fc.bias").any()):
         yield error(
-            "fc.bias is missing",
-            "SGLang's fc always has a bias: it stays as memory happens to be",
-            "store zeros",
-            Mend(tensors={_named_like(case, "fc.weight", "fc.bias"): zeros}),
+            "fc.bias is stored and not zero",
+            f"{case.engine}'s fc has no bias: it is dropped in silence, or refused",
+            "train without a bias of fc" + ("; SGLang has one" if draft.family == "eagle1" else ""),
         )
-
-
-def _named_like(case: Case, there: str, name: str) -> str:
-    stored = case.draft.names[there]
-    return stored[: len(stored) - len(there)] + name
+    elif not has_one and draft.family == "eagle3":
+        yield error(
+            "fc.bias is stored (zeros)",
+            "EAGLE-3's fc has no bias: the engine has no place for it",
+            "take it out",
+            Mend(drop_tensors=(draft.names["fc.bias"],)),
+        )
 
 
 def hidden_size(case: Case) -> Iterator[Finding]:

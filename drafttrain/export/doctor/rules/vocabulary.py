@@ -56,7 +56,7 @@ def missing(case: Case) -> Iterator[Finding]:
         return
     mend = None
     if case.t2d is not None and int(case.t2d.sum()) == rows:
-        mend = Mend(tensors={_beside(case, "t2d", "d2t"): as_offsets(case.t2d.nonzero().flatten())})
+        mend = Mend(tensors={case.draft.beside("t2d", "d2t"): as_offsets(case.t2d.nonzero().flatten())})
     yield error(
         f"the head has {rows} rows, the target {size} tokens, and there is no d2t",
         "an engine loads it without a word and takes the draft's ids for the target's first ones: almost all proposals "
@@ -65,12 +65,6 @@ def missing(case: Case) -> Iterator[Finding]:
         + (": t2d gives it back" if mend else "; SpecForge and EAGLE keep it beside the draft"),
         mend,
     )
-
-
-def _beside(case: Case, there: str, name: str) -> str:
-    """A stored name for a tensor that belongs beside another."""
-    stored = case.draft.names[there]
-    return stored[: len(stored) - len(there)] + name
 
 
 def sizes(case: Case) -> Iterator[Finding]:
