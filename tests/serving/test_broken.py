@@ -35,17 +35,18 @@ DRAFTS: dict[str, tuple[DrafterConfig, int]] = {
     "eagle3": (Eagle3Config(taps=(1, 3, 6), draft_vocab_size=96), 40),
     "eagle1": (Eagle1Config(depth=3), 25),
 }
-REFUSED, NOTHING, LESS, SAME = "refused", "nothing", "less", "the same"
-"""The server does not load or stops; it accepts under a tenth of what the sound draft does; less than it; as much."""
+REFUSED, NOTHING, LESS, AS_MUCH = "refused", "nothing", "less", "as much"
+"""The server does not load or stops; it accepts under a tenth of what the sound draft does in a round; under nineteen in
+twenty; or neither: a fault that harms elsewhere, or other drafts more."""
 WANTED: dict[str, tuple[str, str]] = {
     "absolute-d2t": ("eagle3", REFUSED),
     "no-d2t": ("eagle3", NOTHING),
-    "other-t2d": ("eagle3", SAME),
+    "other-t2d": ("eagle3", AS_MUCH),
     "fc-width": ("eagle3", REFUSED),
     "shifted-layer-ids": ("eagle3", LESS),
     "no-layer-ids": ("eagle3", LESS),
     "rotary-base": ("eagle3", LESS),
-    "no-norm": ("eagle3", LESS),
+    "no-norm": ("eagle3", AS_MUCH),
     "centred-norms": ("eagle3", NOTHING),
     "bias-key": ("eagle3", LESS),
     "no-head": ("eagle3", REFUSED),
@@ -74,11 +75,8 @@ class Outcome:
             return REFUSED
         counters = self.server.counters
         assert counters is not None
-        if counters.accepted < 0.1 * self.sound.accepted:
-            return NOTHING
-        if counters == self.sound:
-            return SAME
-        return LESS if counters.mean_length < self.sound.mean_length else "more"
+        share = (counters.mean_length - 1) / (self.sound.mean_length - 1)
+        return NOTHING if share < 0.1 else LESS if share < 0.95 else AS_MUCH
 
 
 @pytest.fixture(scope="module")
