@@ -36,8 +36,8 @@ DRAFTS: dict[str, tuple[DrafterConfig, int]] = {
     "eagle1": (Eagle1Config(depth=3), 25),
 }
 REFUSED, NOTHING, LESS, AS_MUCH = "refused", "nothing", "less", "as much"
-"""The server does not load or stops; it accepts under a tenth of what the sound draft does in a round; under nineteen in
-twenty; or neither: a fault that harms elsewhere, or other drafts more."""
+"""The server does not load or stops; it accepts under a tenth of what the sound draft does in a round; under nineteen
+twentieths; or neither: a fault that harms elsewhere, or other drafts more."""
 WANTED: dict[str, tuple[str, str]] = {
     "absolute-d2t": ("eagle3", REFUSED),
     "no-d2t": ("eagle3", NOTHING),
