@@ -54,4 +54,4 @@ def _hardware(launch: dict[str, Any]) -> str:
     found = launch["hardware"]
     if found["gpus"]:
         return f"{launch['world_size']} x {found['gpus'][0]}"
-    return f"{found['cpu']} ({found['cores']} cores)"
+    return f"{found['cpu']} ({found['cores']} core{'' if found['cores'] == 1 else 's'})"

@@ -47,7 +47,7 @@ def _named(name: str, colour: str) -> str:
 
 
 def _chart(caption: str, svg: str) -> str:
-    return f'<div class="charts"><div class="chart"><p>{escape(caption)}</p>{svg}</div></div>'
+    return f'<div class="charts one"><div class="chart"><p>{escape(caption)}</p>{svg}</div></div>'
 
 
 def _cell(cell: Cell | None) -> str:
@@ -72,7 +72,11 @@ def _listing(listing: Listing, colours: Colours, *, with_cost: bool) -> str:
         "memory",
     ]
     rows = [
-        [_named(row.draft, colours[row.draft]), *_variant(row), *([value(text.trained(row))] if with_cost else [])]
+        [
+            _named(row.draft, colours[row.draft]),
+            *_variant(row),
+            *([f'<td class="wrap">{escape(text.trained(row))}</td>'] if with_cost else []),
+        ]
         for row in listing.rows
     ]
     caption = f"{listing.held}. Memory: weights + caches that the draft adds, as the engine holds them."

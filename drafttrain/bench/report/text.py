@@ -77,7 +77,9 @@ def size(value: float) -> str:
 
 def added(memory: Memory | None) -> str:
     """Memory of a draft: weights, and caches."""
-    return MISSING if memory is None else f"{size(memory.weights)} + {size(memory.state)}"
+    if memory is None:
+        return MISSING
+    return f"{size(memory.weights)} + {size(memory.state)}" if memory.total else "none"
 
 
 def trained(row: VariantRow) -> str:
