@@ -38,3 +38,15 @@ class CheckpointError(UserError):
 
 class EngineError(UserError):
     """A request or setting that the engine cannot serve."""
+
+
+class RequestError(EngineError):
+    """One request that cannot go on; those beside it can.
+
+    Attributes:
+        request: its id.
+    """
+
+    def __init__(self, request: str, what: str, *, remedy: str | None = None) -> None:
+        super().__init__(what, remedy=remedy)
+        self.request = request

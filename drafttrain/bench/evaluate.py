@@ -10,6 +10,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from drafttrain.bench.contenders import Contenders, files_used
 from drafttrain.bench.cost_model import cost_models
 from drafttrain.bench.journal import UNFINISHED, Journal
 from drafttrain.bench.leaderboard import rows_of, write_rows
@@ -20,10 +21,7 @@ from drafttrain.bench.runner import Contender, Progress, SuiteRun, run_suite
 from drafttrain.bench.suite import SuiteConfig
 from drafttrain.bench.tables import tables
 from drafttrain.bench.training_cost import TrainingCost, training_cost
-from drafttrain.drafters.saving import META, WEIGHTS, check_target, find_draft, load_draft
-from drafttrain.engine.proposers import NGramProposer, OracleProposer, build_proposer
-from drafttrain.engine.records import Completion
-from drafttrain.errors import RecipeError
+from drafttrain.drafters.saving import META, WEIGHTS, find_draft
 from drafttrain.files import atomic_file, sha256_file, sha256_text, write_json
 from drafttrain.recipe.load import load_recipe
 from drafttrain.recipe.provenance import git_revision, hardware, versions
@@ -70,9 +68,9 @@ def evaluate(
     """
     recipe = load_recipe(run, overrides)
     prompts = suite.load_prompts()
-    draft = find_draft(run) if "run" in suite.drafts else None
+    draft = find_draft(run) if suite.uses_run else None
     target = load_target(recipe.target)
-    contenders = [c for name in suite.drafts for c in _contenders(name, recipe, suite, draft, target)]
+    contenders = Contenders(target, suite, None if draft is None else (recipe.name, draft)).all()
     journal = None
     if folder is not None:
         journal = Journal(folder / UNFINISHED, _key(recipe, suite, prompts, draft, target), fresh)
@@ -100,6 +98,7 @@ def _key(
             "template_kwargs": recipe.data.template_kwargs,
         },
         "draft": None if draft is None else {name: sha256_file(draft / name) for name in (WEIGHTS, META)},
+        "files": {str(path): sha256_file(path) for path in files_used(suite.drafts) if path.is_file()},
         "versions": {**versions(), "revision": revision and revision["commit"]},
         "hardware": hardware(),
     }
@@ -132,40 +131,6 @@ def write_result(result: EvalResult, run: SuiteRun, folder: Path) -> Written:
 def add_to_leaderboard(result: EvalResult, folder: Path) -> Path:
     """Write the rows of a result, replacing those of an earlier run of the same name, and render the page."""
     return write_rows(folder, f"{result.suite['name']}-{result.run or 'references'}", rows_of(result))
-
-
-def _contenders(
-    name: str, recipe: Recipe, suite: SuiteConfig, folder: Path | None, target: TargetModel
-) -> list[Contender]:
-    match name:
-        case "ngram":
-            return [Contender("ngram", "ngram", NGramProposer())]
-        case "oracle":
-            outputs: dict[str, Sequence[int]] = {}
-
-            def learn(completions: Sequence[Completion]) -> None:
-                outputs.update({completion.id: completion.tokens for completion in completions})
-
-            return [Contender("oracle", "oracle", OracleProposer(outputs), learn)]
-    if recipe.name in ("ngram", "oracle", "none"):
-        raise RecipeError(f"a run cannot be called {recipe.name}: that is the name of a reference")
-    assert folder is not None
-    drafter, meta = load_draft(folder, target.device, target.dtype)
-    check_target(meta, target.identity.to_dict(), where=folder)
-    if meta.family == "medusa" and max(suite.k) > drafter.max_depth:
-        raise RecipeError(
-            f"the suite asks for {max(suite.k)} draft tokens, the draft has {drafter.max_depth} Medusa heads",
-            remedy=f"add k=[{drafter.max_depth}] to the command",
-        )
-    drafter.bind(target.embedding_weight, target.head())
-    proposers = [build_proposer(drafter, recipe.name)]
-    for tree in suite.trees:
-        proposers.append(build_proposer(drafter, f"{recipe.name} {tree}", tree.build(), tree.sampled))
-    variants = ["", *map(str, suite.trees)]
-    return [
-        Contender(proposer.name, meta.family, proposer, variant=variant)
-        for proposer, variant in zip(proposers, variants, strict=True)
-    ]
 
 
 def _result(

@@ -25,7 +25,7 @@ from drafttrain.corpus.types import Message
 from drafttrain.engine.engine import Engine
 from drafttrain.engine.proposers.base import Proposer
 from drafttrain.engine.records import Completion, Request, RoundRecord
-from drafttrain.engine.sampling import SamplingParams
+from drafttrain.engine.sampling import SamplingParams, Typical
 from drafttrain.errors import DataError
 from drafttrain.targets.model import TargetModel
 
@@ -123,6 +123,11 @@ def run_suite(
     _check_room(target, renderer, prompts)
     weights = {contender.name: contender.proposer.memory_bytes() for contender in contenders}
     run = SuiteRun()
+    if suite.typical and any(suite.temperatures):
+        run.notes.append(
+            "drafts were accepted by typicality at temperatures above 0: lossy, outputs do not follow the target's "
+            "distribution"
+        )
     shown: Setting | None = None
     for setting in settings(suite):
         texts = shown is None and (setting.temperature == 0 or 0 not in suite.temperatures)
@@ -199,6 +204,8 @@ class _Measurement:
         total = len(self.prompts) * suite.repeats
         done = 0
         for repeat in range(suite.repeats):
+            # The same prompts again: what a draft remembers of their answers would be no draft.
+            self._forget()
             for number, start in enumerate(range(0, len(self.prompts), size)):
                 chunk = self.prompts[start : start + size]
 
@@ -218,6 +225,10 @@ class _Measurement:
             notes=self.notes,
             finished=now(),
         )
+
+    def _forget(self) -> None:
+        for contender in self.contenders:
+            contender.proposer.forget()
 
     def _chunk(self, chunk: Sequence[EvalPrompt], repeat: int, number: int, tell: Callable[[str], None] | None) -> None:
         """All turns of some conversations, by every engine."""
@@ -248,6 +259,9 @@ class _Measurement:
             temperature=self.setting.temperature,
             top_p=suite.top_p,
             top_k=suite.top_k,
+            min_p=suite.min_p,
+            repetition_penalty=suite.repetition_penalty,
+            typical=Typical() if suite.typical else None,
             # A request's random stream comes from its id and the seed; turns and repeats share the id.
             seed=suite.seed + 1_000 * turn + 1_000_000 * repeat,
         )
@@ -270,6 +284,7 @@ class _Measurement:
                 max_new_tokens=suite.max_new_tokens,
                 sampling=sampling,
                 stop_ids=self.renderer.stop_ids,
+                stop=tuple(suite.stop),
                 turn=turn,
             )
 

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field
 
+from drafttrain.bench.drafts import Draft, distinct_drafts, uses_run
 from drafttrain.bench.prompts import EvalPrompt, PromptFormat, load_prompts, select
 from drafttrain.config import Config
 from drafttrain.engine.tree_config import TreeConfig
 from drafttrain.recipe.load import load_config
 from drafttrain.recipe.problems import Problem
-
-DraftName = Literal["run", "ngram", "oracle"]
 
 
 def _distinct(values: list[Any]) -> list[Any]:
@@ -36,7 +35,7 @@ def _ascending(edges: list[int]) -> list[int]:
 
 
 Edges = Annotated[list[Annotated[int, Field(ge=1)]], Field(min_length=1), AfterValidator(_ascending)]
-DraftNames = Annotated[list[DraftName], Field(min_length=1), AfterValidator(_distinct)]
+Drafts = Annotated[list[Draft], Field(min_length=1), AfterValidator(distinct_drafts)]
 
 
 def _distinct_trees(trees: list[TreeConfig]) -> list[TreeConfig]:
@@ -60,11 +59,15 @@ class SuiteConfig(Config):
         limit: number of prompts, spread over the categories; None takes all.
         k: draft tokens of a round.
         temperatures: 0 is greedy.
-        top_p, top_k: applied at temperatures above 0; 1.0 and 0 are off.
+        top_p, top_k, min_p: applied at temperatures above 0; 1.0, 0 and 0 are off.
+        repetition_penalty: applied at every temperature; 1 is off.
+        stop: strings that end an answer, as in transformers.
+        typical: let drafts be accepted by typicality at temperatures above 0. Lossy, and labelled so.
         batch: requests decoded together.
         max_new_tokens: longest answer to one turn.
-        drafts: "run" is the draft under test; "ngram" (prompt lookup) and "oracle" (replays the baseline)
-            are references that need no training.
+        drafts: "run" is the draft under test; "ngram" (prompt lookup), "suffix" (over past answers too) and "oracle"
+            (replays the baseline) are references that need no training. Others, and drafts made of several, are
+            written as a mapping: see `DraftConfig`.
         trees: trees that the draft under test proposes, each measured as a draft of its own beside the chains. A
             tree brings its own depth, so it is run in the settings of the first `k` alone.
         chunk: prompts that each draft gets before the next one has its turn, so that a machine that slows
@@ -85,9 +88,13 @@ class SuiteConfig(Config):
     temperatures: Temperatures = Field([0.0, 1.0])
     top_p: float = Field(1.0, gt=0, le=1)
     top_k: int = Field(0, ge=0)
+    min_p: float = Field(0.0, ge=0, le=1)
+    repetition_penalty: float = Field(1.0, gt=0)
+    stop: list[Annotated[str, Field(min_length=1)]] = Field([])
+    typical: bool = False
     batch: Counts = Field([1])
     max_new_tokens: int = Field(128, ge=1)
-    drafts: DraftNames = Field(["run", "ngram", "oracle"])
+    drafts: Drafts = Field(["run", "ngram", "oracle"])
     trees: Trees = Field([])
     chunk: int = Field(4, ge=1)
     repeats: int = Field(1, ge=1)
@@ -97,6 +104,11 @@ class SuiteConfig(Config):
     prompt_buckets: Edges = Field([64, 128, 256, 512, 1024, 2048, 4096, 8192])
     output_buckets: Edges = Field([32, 64, 128, 256, 512, 1024, 2048])
     texts: int = Field(16, ge=0)
+
+    @property
+    def uses_run(self) -> bool:
+        """Whether the draft under test takes part."""
+        return any(uses_run(entry) for entry in self.drafts)
 
     def load_prompts(self) -> list[EvalPrompt]:
         """The prompts of the suite, limited as configured. Raises DataError."""

@@ -12,6 +12,7 @@ from types import ModuleType
 from drafttrain import __version__
 from drafttrain.cli import (
     advise,
+    calibrate,
     doctor,
     eval,
     export,
@@ -35,6 +36,7 @@ COMMANDS: tuple[ModuleType, ...] = (
     regenerate,
     inspect,
     train,
+    calibrate,
     eval,
     advise,
     import_draft,

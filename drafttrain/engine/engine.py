@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from contextlib import closing
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from drafttrain.engine.proposers.base import Proposer, Row
+from drafttrain.engine.memory import available_bytes, memory_needed, require
+from drafttrain.engine.penalty import penalised
+from drafttrain.engine.proposers.base import Proposer, Reach, Row
 from drafttrain.engine.records import Completion, Request, RoundRecord
 from drafttrain.engine.sampling import RowStreams
-from drafttrain.engine.verify import Proposal, Verdict, verify_chain
-from drafttrain.engine.verify_tree import verify_tree
-from drafttrain.errors import EngineError
+from drafttrain.engine.stops import Stops
+from drafttrain.engine.verify import Proposal, Verdict
+from drafttrain.engine.verify_batch import verify_batch
+from drafttrain.errors import EngineError, RequestError
 from drafttrain.modeling.causal_lm import CausalLM
 from drafttrain.modeling.taps import FeatureSpec, Tap
 
@@ -35,10 +40,15 @@ class Engine:
         k: draft tokens a round of a proposer of chains; a tree brings its own depth.
         max_batch: rows in flight.
         max_length: prompt plus output of the longest request, in tokens.
+        tokenizer: finds stop strings; default the target's, where it has one.
 
     Attributes:
         records: one a row and round, since the last `reset`.
         prefill_s, decode_s: seconds spent so far.
+        memory: what the rows hold, allocated once, here.
+
+    Raises:
+        EngineError: k below 1, or more memory than there is.
     """
 
     def __init__(
@@ -49,26 +59,30 @@ class Engine:
         k: int = 4,
         max_batch: int = 1,
         max_length: int = 2048,
+        tokenizer: Any = None,
     ) -> None:
         if proposer is not None and k < 1:
             raise EngineError(f"k is {k}", remedy="a draft proposes at least one token a round")
         self.target, self.proposer = target, proposer
         if not any(parameter.requires_grad for parameter in target.parameters()):
             target.prepare_for_inference()
-        self.k = k if proposer is not None else 0
-        width = self.k
-        if proposer is not None and proposer.tree is not None:
-            self.k, width = proposer.tree.depth, proposer.tree.nodes
+        reach = Reach(0, 0) if proposer is None else proposer.reach(k)
+        self.k = reach.depth
         self.max_batch = max_batch
         context = int(getattr(target.config, "max_position_embeddings", 0) or max_length)
         self.max_length = min(max_length, context)
         # A row near its end takes part in rounds as wide as the others': its draft tokens are written behind it.
-        length = self.max_length + width
+        length = self.max_length + max(reach.tokens, reach.scratch)
+        self.memory = memory_needed(target, proposer, reach, max_batch, length)
+        require(self.memory, available_bytes(target.device), max_batch, length)
         self.cache = target.new_cache(max_batch, length)
         self.spec = FeatureSpec() if proposer is None else proposer.feature_spec
         if proposer is not None:
+            proposer.attach(target, self.cache)
             proposer.reserve(max_batch, length)
         self.rows: list[Row] = []
+        self._stops = Stops(getattr(target, "tokenizer", None) if tokenizer is None else tokenizer)
+        self._cancelled: set[str] = set()
         self.reset()
 
     def reset(self) -> None:
@@ -78,16 +92,31 @@ class Engine:
         self.decode_s = 0.0
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
-        """Run all requests; completions come in the order of the requests."""
+        """Run all requests; completions come in the order of the requests.
+
+        Raises:
+            EngineError: a request cannot be served: before anything runs where that shows beforehand. To have the
+                others finish all the same, use `stream`.
+        """
         seen = {request.id for request in requests}
         if len(seen) != len(requests):
             raise EngineError("request ids are not unique", remedy="give each request of a call an id of its own")
-        done = {completion.id: completion for completion in self.stream(requests)}
+        for request in requests:
+            self._check(request)
+        done: dict[str, Completion] = {}
+        with closing(self.stream(requests)) as completions:
+            for completion in completions:
+                if completion.error is not None:
+                    raise completion.error
+                done[completion.id] = completion
         return [done[request.id] for request in requests]
 
     @torch.inference_mode()
-    def stream(self, requests: Iterable[Request]) -> Iterator[Completion]:
-        """Run requests, pulled as rows become free; completions come as they finish."""
+    def stream(self, requests: Iterable[Request]) -> Generator[Completion]:
+        """Run requests, pulled as rows become free; completions come as they finish.
+
+        A request that fails is completed with the reason "error" and its `error`; the others go on.
+        """
         self._drop_rows()
         waiting = deque[Request]()
         source = iter(requests)
@@ -95,23 +124,67 @@ class Engine:
         try:
             while True:
                 while not exhausted and len(waiting) + len(self.rows) < self.max_batch:
-                    try:
-                        waiting.append(self._checked(next(source)))
-                    except StopIteration:
+                    request = next(source, None)
+                    if request is None:
                         exhausted = True
+                    elif (error := self._fault(request, waiting)) is not None:
+                        yield Completion(request.id, request.turn, [], "error", [], error)
+                    else:
+                        waiting.append(request)
+                yield from self._take_cancelled(waiting)
                 yield from self._admit(waiting)
                 if not self.rows and not waiting and exhausted:
                     return
                 if self.rows:
-                    yield from self._round()
+                    try:
+                        yield from self._round()
+                    except RequestError as error:
+                        self._fail(error)
+                        yield from self._retire()
         finally:
+            self._cancelled.clear()
             self._drop_rows()
+
+    def cancel(self, request: str) -> None:
+        """End a request of the running `stream` before its next round, by its id; from any thread. One that has ended
+        already, or never comes, is none of the engine's business."""
+        self._cancelled.add(request)
+
+    def _take_cancelled(self, waiting: deque[Request]) -> Iterator[Completion]:
+        if not self._cancelled:
+            return
+        for request in [request for request in waiting if request.id in self._cancelled]:
+            waiting.remove(request)
+            yield Completion(request.id, request.turn, [], "cancelled", [])
+        for row in self.rows:
+            if row.request.id in self._cancelled:
+                row.reason = "cancelled"
+        yield from self._retire()
+
+    def _fail(self, error: RequestError) -> None:
+        """Let the row that an error is about end with it."""
+        for row in self.rows:
+            if row.request.id == error.request:
+                row.reason, row.error = "error", error
+                return
+        raise error
+
+    def _fault(self, request: Request, waiting: Iterable[Request]) -> EngineError | None:
+        """Why a request cannot be served beside the others."""
+        if any(other.id == request.id for other in (*waiting, *(row.request for row in self.rows))):
+            return EngineError(f"a request {request.id} is running", remedy="give each request an id of its own")
+        try:
+            self._check(request)
+        except EngineError as error:
+            return error
+        return None
 
     def _drop_rows(self) -> None:
         self.rows.clear()
         self.cache.lengths.zero_()
 
-    def _checked(self, request: Request) -> Request:
+    def _check(self, request: Request) -> None:
+        self._stops.check(request)
         if not request.prompt_ids:
             raise EngineError(f"request {request.id} has an empty prompt", remedy="a prompt has at least one token")
         if len(request.prompt_ids) >= self.max_length and request.max_new_tokens > 0:
@@ -129,7 +202,6 @@ class Engine:
                 f"of {self.target.vocab_size}",
                 remedy="tokenise the prompt with the target's tokenizer",
             )
-        return request
 
     def _now(self) -> float:
         if self.target.device.type == "cuda":
@@ -167,15 +239,14 @@ class Engine:
         out = self.target(ids.to(self.target.device), cache=self.cache, taps=self.spec.taps)
         self.cache.commit(lengths)
         last = out.final[torch.arange(len(new)), (lengths - 1).to(out.final.device)]
-        logits = self.target.lm_head(last)[:, None]
+        logits = self.target.lm_head(self._finite(last[:, None], out.taps, new, first))
         empty = Proposal(
             torch.zeros(len(new), 0, dtype=torch.int64, device=logits.device),
             torch.zeros(len(new), dtype=torch.int64),
         )
         verdict = self._verify(logits, empty, new)
         for row, token in zip(new, verdict.bonus.tolist(), strict=True):
-            row.tokens.append(token)
-            row.writers.append(0)
+            self._append(row, [], token)
         self.rows.extend(new)
         if self.proposer is not None:
             self.proposer.admit(first, new, out.taps)
@@ -187,10 +258,11 @@ class Engine:
         k = min(self.k, int(room.max()))
         proposal = self._propose(rows, k, room)
         drafted = self._now()
-        tokens = torch.cat([self._roots(rows), proposal.tokens.to(self.target.device)], 1)
+        tokens = torch.cat([self._roots(rows), proposal.tokens], 1)
         self.cache.begin(len(rows), tokens.shape[1], None if proposal.tree is None else proposal.tree.sees)
-        out = self.target(tokens, cache=self.cache, taps=self.spec.taps)
-        logits = self.target.lm_head(out.final)
+        course, states = proposal.resume or (None, None)
+        out = self.target(tokens, cache=self.cache, taps=self.spec.taps, course=course, states=states)
+        logits = self.target.lm_head(self._finite(out.final, out.taps, rows, 0))
         verdict = self._verify(logits, proposal, rows)
         drafts = proposal.tokens.cpu()
         if verdict.path is not None:
@@ -203,7 +275,7 @@ class Engine:
                 rows, drafts.tolist(), verdict.accepted.tolist(), verdict.bonus.tolist(), strict=True
             )
         ]
-        reasons = [self._reason(row) for row in rows]
+        reasons = [row.reason for row in rows]
         appended = self._now()
         if self.proposer is not None and not all(reasons):
             self.proposer.observe(rows, out.taps, verdict.accepted, verdict.path)
@@ -239,18 +311,7 @@ class Engine:
         if self.proposer is None or k == 0:
             none = torch.zeros(len(rows), 0, dtype=torch.int64, device=self.target.device)
             return Proposal(none, torch.zeros(len(rows), dtype=torch.int64))
-        proposal = self.proposer.propose(rows, k)
-        tree, q = proposal.tree, proposal.q
-        if tree is None:
-            counts = torch.minimum(proposal.counts, room)
-            width = int(counts.max())
-            q = None if q is None else q[:, :width]
-        else:
-            # In level order, what a row has room for comes first.
-            counts = torch.minimum(proposal.counts, (tree.depths.cpu() <= room[:, None]).sum(1))
-            width = int(counts.max())
-            tree = tree.first(width)
-        return Proposal(proposal.tokens[:, :width], counts, q, proposal.vocab_map, tree)
+        return self.proposer.propose(rows, k).within(room).to(self.target.device)
 
     def _keep_path(self, path: Tensor, drafts: Tensor, taps: dict[Tap, Tensor]) -> tuple[Tensor, dict[Tap, Tensor]]:
         """Bring the kept path of each row to the front: in the cache, of the tokens and of the features."""
@@ -259,43 +320,55 @@ class Engine:
         kept = {tap: feature[each.to(feature.device), place] for tap, feature in taps.items()}
         return drafts.gather(1, path[:, 1:] - 1), kept
 
-    @staticmethod
-    def _verify(logits: Tensor, proposal: Proposal, rows: list[Row]) -> Verdict:
-        generators = [None if row.streams is None else row.streams.verdict(len(row.tokens)) for row in rows]
-        verify = verify_chain if proposal.tree is None else verify_tree
-        return verify(logits, proposal, [row.request.sampling for row in rows], generators)
+    def _finite(self, states: Tensor, taps: dict[Tap, Tensor], rows: list[Row], first: int) -> Tensor:
+        """States [n, T, H] without those of rows that have failed; what of them was kept is wiped."""
+        finite = torch.isfinite(states).all(-1).all(-1).cpu()
+        if bool(finite.all()):
+            return states
+        states = states.clone()
+        for index in (~finite).nonzero()[:, 0].tolist():
+            row = rows[index]
+            row.reason = "error"
+            row.error = RequestError(row.request.id, f"request {row.request.id}: the target's states are not finite")
+            states[index] = 0
+            self.cache.wipe(first + index)
+            for tap in taps:
+                taps[tap] = taps[tap].clone()
+                taps[tap][index] = 0
+        return states
+
+    def _verify(self, logits: Tensor, proposal: Proposal, rows: list[Row]) -> Verdict:
+        streams = [None if row.streams is None else row.streams.verdict(len(row.tokens)) for row in rows]
+        return verify_batch(
+            penalised(logits, rows, proposal), proposal, [row.request.sampling for row in rows], streams
+        )
 
     def _roots(self, rows: list[Row]) -> Tensor:
         return torch.tensor([[row.tokens[-1]] for row in rows], device=self.target.device)
 
-    @staticmethod
-    def _append(row: Row, kept: list[int], bonus: int) -> int:
-        """Add the round's tokens to a row, cut behind a stop id; return how many."""
+    def _append(self, row: Row, kept: list[int], bonus: int) -> int:
+        """Add the round's tokens to a row, up to where its output ends; return how many."""
+        if row.reason is not None:
+            return 0
         new = [*kept, bonus]
         writers = [*range(1, len(kept) + 1), 0]
-        for index, token in enumerate(new):
-            if token in row.request.stop_ids:
-                new, writers = new[: index + 1], writers[: index + 1]
-                break
-        row.tokens.extend(new)
-        row.writers.extend(writers)
-        return len(new)
-
-    @staticmethod
-    def _reason(row: Row) -> str | None:
-        if row.tokens[-1] in row.request.stop_ids:
-            return "stop"
-        if row.room <= 0:
-            return "length" if row.emitted >= row.request.max_new_tokens else "context"
-        return None
+        end = self._stops.end(row.request, row.tokens[len(row.request.prompt_ids) :], new)
+        row.tokens.extend(new[:end])
+        row.writers.extend(writers[:end])
+        if end is not None:
+            row.reason = "stop"
+        elif row.room <= 0:
+            row.reason = "length" if row.emitted >= row.request.max_new_tokens else "context"
+        return len(new[:end])
 
     def _retire(self) -> Iterator[Completion]:
         """Take finished rows out; the last row fills each hole."""
         for index in range(len(self.rows) - 1, -1, -1):
             row = self.rows[index]
-            reason = self._reason(row)
-            if reason is None:
+            if row.reason is None:
                 continue
+            if row.error is not None:
+                self.cache.wipe(index)
             last = len(self.rows) - 1
             self.cache.move_row(last, index)
             if self.proposer is not None and last != index:
@@ -303,7 +376,7 @@ class Engine:
             self.rows[index] = self.rows[last]
             self.rows.pop()
             output = row.tokens[len(row.request.prompt_ids) :]
-            yield Completion(row.request.id, row.request.turn, output, reason, row.writers)
+            yield Completion(row.request.id, row.request.turn, output, row.reason, row.writers, row.error)
 
 
 def _alike_in_length(rows: list[Row]) -> Iterator[list[Row]]:

@@ -59,4 +59,6 @@ class TargetGenerator:
             for index, prompt in enumerate(prompts)
         )
         for completion in engine.stream(requests):
+            if completion.error is not None:
+                raise completion.error
             yield int(completion.id), completion.tokens

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from drafttrain.engine.sampling import SamplingParams
+from drafttrain.errors import EngineError
 
 
 @dataclass(frozen=True)
@@ -17,6 +18,8 @@ class Request:
         max_new_tokens: upper bound on emitted tokens.
         sampling: how the target's distribution is sampled; greedy by default.
         stop_ids: a token of this set ends the output and is its last token.
+        stop: the token that completes one of these strings in the output ends it and is its last token, as in
+            transformers; it may end in the middle of a token.
         turn: turn of a conversation, copied into the records.
     """
 
@@ -26,6 +29,7 @@ class Request:
     sampling: SamplingParams = field(default_factory=SamplingParams)
     stop_ids: frozenset[int] = frozenset()
     turn: int = 0
+    stop: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -34,8 +38,10 @@ class Completion:
 
     Attributes:
         tokens: emitted ids, the stop token included.
-        reason: "stop" (a stop id), "length" (max_new_tokens) or "context" (the cache or the model's context is full).
+        reason: "stop" (a stop id or string), "length" (max_new_tokens), "context" (the cache or the model's context is
+            full), "cancelled" or "error"; with the last two the tokens are those before it.
         writers: a number a token: 0 = the target, d = accepted from depth d of the draft.
+        error: why it failed, or None.
     """
 
     id: str
@@ -43,6 +49,7 @@ class Completion:
     tokens: list[int]
     reason: str
     writers: list[int]
+    error: EngineError | None = None
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -13,16 +15,49 @@ from drafttrain.errors import EngineError
 
 _TOP_P_WIDTH = 512
 _BLOCK = 64
+_GOLDEN = 0x9E3779B97F4A7C15
+_MIX = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+_BY_PLACE = 0x6A09E667F3BCC909
+
+
+@dataclass(frozen=True)
+class Typical:
+    """A draft token x is kept if p(x) > min(epsilon, delta exp(-H(p)))."""
+
+    epsilon: float = 0.09
+    delta: float = 0.3
+
+    def __post_init__(self) -> None:
+        if not (0 < self.epsilon < 1 and 0 < self.delta <= 1):
+            raise EngineError(
+                f"typical acceptance with epsilon {self.epsilon} and delta {self.delta}",
+                remedy="both lie between 0 and 1; the paper's are 0.09 and 0.3",
+            )
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """temperature 0 = greedy; top_p 1 and top_k 0 = off. `seed` makes a request's randomness its own."""
+    """How a request's tokens are chosen, with the names and meanings of transformers.
+
+    Attributes:
+        temperature: 0 = greedy.
+        top_p, top_k: 1 and 0 = off.
+        seed: makes a request's randomness its own.
+        min_p: drop tokens less likely than this share of the likeliest; 0 = off.
+        repetition_penalty: divides positive and multiplies negative logits of tokens that the prompt or the output
+            holds already (arXiv 1909.05858), greedy decoding included; 1 = off.
+        typical: keep draft tokens that are typical enough instead of exactly as often as the target would write them
+            (arXiv 2401.10774, section 2.3.1). LOSSY: outputs do not follow the target's distribution. Greedy rows
+            ignore it.
+    """
 
     temperature: float = 0.0
     top_p: float = 1.0
     top_k: int = 0
     seed: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    typical: Typical | None = None
 
     def __post_init__(self) -> None:
         if not self.temperature >= 0:
@@ -31,11 +66,28 @@ class SamplingParams:
             raise EngineError(f"top_p is {self.top_p}", remedy="it lies in (0, 1]; 1 means off")
         if self.top_k < 0:
             raise EngineError(f"top_k is {self.top_k}", remedy="it is a count; 0 means off")
+        if not 0 <= self.min_p <= 1:
+            raise EngineError(f"min_p is {self.min_p}", remedy="it lies in [0, 1]; 0 means off")
+        if not 0 < self.repetition_penalty < float("inf"):
+            raise EngineError(f"repetition_penalty is {self.repetition_penalty}", remedy="it is positive; 1 means off")
 
     @property
     def greedy(self) -> bool:
         """True where the output is the argmax."""
         return self.temperature == 0
+
+    @property
+    def lossy(self) -> bool:
+        """True where outputs do not follow the target's distribution."""
+        return self.typical is not None and not self.greedy
+
+
+@dataclass(frozen=True)
+class Stream:
+    """Uniform numbers that depend on a key, the place in the text and their own number alone."""
+
+    key: int
+    place: int
 
 
 class RowStreams:
@@ -47,33 +99,59 @@ class RowStreams:
     """
 
     def __init__(self, seed: int, request: str) -> None:
-        digest = hashlib.sha256(f"{seed}/{request}".encode()).digest()
-        self._proposal, self._verdict = (int.from_bytes(digest[i : i + 8], "little") for i in (0, 8))
+        self._seed_with(f"{seed}/{request}".encode())
 
-    def proposal(self, place: int) -> torch.Generator:
+    def _seed_with(self, text: bytes) -> None:
+        self._digest = hashlib.sha256(text).digest()
+        self._proposal, self._verdict = (int.from_bytes(self._digest[i : i + 8], "little") for i in (0, 8))
+
+    def proposal(self, place: int) -> Stream:
         """For the draft's tokens of the round that starts with `place` tokens in the row."""
-        return _generator(self._proposal, place)
+        return Stream(self._proposal, place)
 
-    def verdict(self, place: int) -> torch.Generator:
+    def verdict(self, place: int) -> Stream:
         """For the decisions and the target's tokens of that round."""
-        return _generator(self._verdict, place)
+        return Stream(self._verdict, place)
+
+    def within(self, place: int) -> RowStreams:
+        """Streams for the rounds that a staged draft plays by itself inside that round, independent of these."""
+        inner = object.__new__(RowStreams)
+        inner._seed_with(self._digest + place.to_bytes(8, "little"))
+        return inner
 
 
-def _generator(base: int, place: int) -> torch.Generator:
-    return torch.Generator().manual_seed((base + place * 0x9E3779B97F4A7C15) % 2**63)
+def uniforms(streams: Sequence[Stream | None], count: int, *, first: int = 0, by_place: bool = False) -> Tensor:
+    """float64 [rows, count] in [0, 1), from number `first` of each stream; a row without a stream gets zeros.
+
+    Args:
+        streams: one a row.
+        count: numbers a row.
+        first: number of the first.
+        by_place: number i belongs to the place i behind the stream's, whatever round reaches it. What is drawn by
+            these alone does not depend on how the text was cut into rounds, so it equals plain decoding's.
+    """
+    keys = [0 if s is None else s.key ^ _BY_PLACE if by_place else _mix(s.key + s.place * _GOLDEN) for s in streams]
+    starts = [s.place if by_place and s is not None else 0 for s in streams]
+    number = np.array(starts, np.uint64)[:, None] + np.arange(first + 1, first + count + 1, dtype=np.uint64)
+    # SplitMix64: a counter makes numbers one by one without a generator's state a row.
+    # Any: to numpy's stubs, an array of uint64 times a uint64 is one of float64.
+    bits: Any = np.array(keys, np.uint64)[:, None] + number * np.uint64(_GOLDEN)
+    bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(_MIX[0])
+    bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(_MIX[1])
+    values = ((bits ^ (bits >> np.uint64(31))) >> np.uint64(11)).astype(np.float64) * 2.0**-53
+    values[[i for i, s in enumerate(streams) if s is None]] = 0.0
+    return torch.from_numpy(values)
 
 
-def uniforms(generators: Sequence[torch.Generator | None], count: int) -> Tensor:
-    """float64 [rows, count] in [0, 1); a row without a generator gets zeros."""
-    out = torch.zeros(len(generators), count, dtype=torch.float64)
-    for row, generator in enumerate(generators):
-        if generator is not None:
-            out[row] = torch.rand(count, generator=generator, dtype=torch.float64)
-    return out
+def _mix(bits: int) -> int:
+    bits &= 2**64 - 1
+    for shift, factor in ((30, _MIX[0]), (27, _MIX[1])):
+        bits = (bits ^ (bits >> shift)) * factor % 2**64
+    return bits ^ (bits >> 31)
 
 
 def probabilities(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
-    """Temperature, then top-k, then top-p, as transformers orders them.
+    """Temperature, then top-k, top-p and min-p, as transformers orders them.
 
     Args:
         logits: [n, ..., V], row i sampled as params[i] says.
@@ -92,6 +170,10 @@ def probabilities(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
     probs = torch.softmax(scaled, -1)
     if any(p.top_p < 1 for p in params):
         probs = _keep_top_p(probs, torch.tensor([p.top_p for p in params], device=device).view(shape))
+    if any(p.min_p > 0 for p in params):
+        floor = torch.tensor([p.min_p for p in params], device=device).view(shape) * probs.amax(-1, keepdim=True)
+        probs = probs.masked_fill(probs < floor, 0.0)
+        probs = probs / probs.sum(-1, keepdim=True)
     if bool(greedy.any()):
         one_hot = torch.zeros_like(probs).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
         probs = torch.where(greedy.view(shape), one_hot, probs)

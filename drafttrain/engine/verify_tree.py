@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from drafttrain.engine.sampling import SamplingParams, draw, probabilities, uniforms
+from drafttrain.engine.sampling import SamplingParams, Stream, draw, probabilities, uniforms
 from drafttrain.engine.tree import Tree
 from drafttrain.engine.verify import Proposal, Verdict
 
@@ -16,14 +16,14 @@ def verify_tree(
     logits: Tensor,
     proposal: Proposal,
     params: Sequence[SamplingParams],
-    generators: Sequence[torch.Generator | None],
+    streams: Sequence[Stream | None],
 ) -> Verdict:
     """Check trees against the target.
 
     Args:
         logits: [n, N+1, V], the target's logits after the root and after each node's path.
         proposal: the trees.
-        params, generators: one a row; a greedy row needs no generator.
+        params, streams: one a row; a greedy row needs no stream.
     """
     tree = proposal.tree
     assert tree is not None
@@ -31,8 +31,9 @@ def verify_tree(
         return _match(logits.argmax(-1), proposal, tree)
     walk = _Walk(logits, proposal, tree, params)
     if proposal.q is None:
-        return walk.by_drawing(uniforms(generators, int(tree.depths.max()) + 1))
-    return walk.by_rejection(uniforms(generators, proposal.tokens.shape[1] + 1))
+        return walk.by_drawing(uniforms(streams, int(tree.depths.max()) + 1, by_place=True))
+    depth = int(tree.depths.max()) + 1
+    return walk.by_rejection(uniforms(streams, proposal.tokens.shape[1]), uniforms(streams, depth, by_place=True))
 
 
 def _inside(proposal: Proposal) -> Tensor:
@@ -105,18 +106,19 @@ class _Walk:
             self._advance(torch.where(child.any(1), child.long().argmax(1) + 1, 0))
         return self._verdict()
 
-    def by_rejection(self, uniform: Tensor) -> Verdict:
+    def by_rejection(self, decides: Tensor, draws: Tensor) -> Verdict:
         """Children sampled without replacement (Sequoia, arXiv 2402.12374, algorithm 2).
 
         Args:
-            uniform: float64 [n, N+1]; the first draws the bonus, the others decide about their nodes: their place
-                must not depend on how wide other rows' trees are.
+            decides: float64 [n, N], one a node.
+            draws: float64 [n, D+1], one a depth, for the target's own token there.
         """
         proposal, tree = self.proposal, self.tree
         assert proposal.q is not None and proposal.vocab_map is not None
         assert tree.children is not None and tree.q_rows is not None
-        vocab, uniform = proposal.vocab_map, uniform.to(proposal.tokens.device)
-        counts = proposal.counts.to(proposal.tokens.device)
+        vocab, device = proposal.vocab_map, proposal.tokens.device
+        decides, draws = decides.to(device), draws.to(device)
+        counts = proposal.counts.to(device)
         while len(self.rows):
             rows, place = self.rows, self.place[self.rows]
             p = self._distributions()
@@ -132,7 +134,7 @@ class _Walk:
                 q = vocab.expand(without_replacement(first_q, tried))
                 p_x, q_x = p.gather(1, token)[:, 0].double(), q.gather(1, token)[:, 0].double()
                 # accept x with probability min(1, p(x) / q(x))
-                keeps = open_ & (uniform[rows, child] * q_x < p_x)
+                keeps = open_ & (decides[rows, (child - 1).clamp(min=0)] * q_x < p_x)
                 went = torch.where(keeps, child, went)
                 # else p <- norm((p - q)+), and x is taken out of q
                 refused = open_ & ~keeps
@@ -143,7 +145,7 @@ class _Walk:
                 own = vocab.to_draft[token]
                 tried.scatter_(1, own, tried.gather(1, own) | refused[:, None])
             stopped = went == 0
-            self.bonus[rows[stopped]] = draw(p[stopped], uniform[rows[stopped], 0])
+            self.bonus[rows[stopped]] = draw(p[stopped], draws[rows[stopped], len(self.path) - 1])
             self._advance(went)
         return self._verdict()
 

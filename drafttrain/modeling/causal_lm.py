@@ -5,17 +5,20 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from drafttrain.errors import TargetError
 from drafttrain.modeling.attention import ATTENTION_NAME, register
+from drafttrain.modeling.course import Course, Courses
 from drafttrain.modeling.head import Head
 from drafttrain.modeling.kv_cache import StaticKVCache
 from drafttrain.modeling.taps import Tap
 from drafttrain.ops.packed_linear import pack_linears
+
+C = TypeVar("C", bound=StaticKVCache)
 
 
 @dataclass
@@ -53,6 +56,7 @@ class CausalLM(nn.Module):
         self._prepared_version = -1
         self._captured: dict[Tap, Tensor] = {}
         self._wanted: frozenset[Tap] = frozenset()
+        self.courses = Courses(body)
         self._install_taps()
         self._check_no_sinks()
 
@@ -122,12 +126,23 @@ class CausalLM(nn.Module):
 
     def new_cache(self, rows: int, length: int) -> StaticKVCache:
         """A cache for `rows` rows of up to `length` tokens, in this model's dtype and device."""
+        return self.new_cache_of(StaticKVCache, rows, length)
+
+    def new_cache_of(self, kind: type[C], rows: int, length: int) -> C:
+        """The same of a kind of cache."""
+        heads, dim = self._kv_shape()
+        return kind(self.n_layers, heads, dim, rows, length, self.dtype, self.device)
+
+    def cache_bytes(self, rows: int, length: int) -> int:
+        """What `new_cache` will allocate, in bytes."""
+        heads, dim = self._kv_shape()
+        return 2 * self.n_layers * heads * dim * rows * length * self.dtype.itemsize
+
+    def _kv_shape(self) -> tuple[int, int]:
         config = self.config
-        heads = (
-            config.num_key_value_heads if getattr(config, "num_key_value_heads", None) else config.num_attention_heads
-        )
-        dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        return StaticKVCache(self.n_layers, heads, dim, rows, length, self.dtype, self.device)
+        heads: int = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        dim: int = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        return heads, dim
 
     def forward(
         self,
@@ -135,6 +150,8 @@ class CausalLM(nn.Module):
         positions: Tensor | None = None,
         cache: StaticKVCache | None = None,
         taps: Iterable[Tap] = (),
+        course: Course | None = None,
+        states: Tensor | None = None,
     ) -> CausalLMOutput:
         """Run the body.
 
@@ -142,7 +159,9 @@ class CausalLM(nn.Module):
             ids: int64 [B, T].
             positions: int64 [B, T] rotary positions; default 0 .. T-1, or the cache's own.
             cache: after `begin`; without one the rows are causal from position 0, right padding harmless.
-            taps: states to return besides the final one.
+            taps: states to return besides the final one; those of blocks that are not run are missing.
+            course: which part of the body to run; None = all of it.
+            states: [B, T, H], what the course's first block reads, where that is not the body's first.
         """
         if positions is None:
             positions = (
@@ -154,13 +173,14 @@ class CausalLM(nn.Module):
         mask = self._masks(ids.shape[1], cache, ids.device)
         self._captured, self._wanted = {}, frozenset(taps)
         try:
-            output = self.body(
-                input_ids=ids,
-                attention_mask=mask,
-                position_ids=positions,
-                use_cache=cache is not None,
-                **kwargs,
-            )
+            with self.courses.on(course, states):
+                output = self.body(
+                    input_ids=ids,
+                    attention_mask=mask,
+                    position_ids=positions,
+                    use_cache=cache is not None,
+                    **kwargs,
+                )
             captured = self._captured
         finally:
             self._captured, self._wanted = {}, frozenset()

@@ -216,6 +216,11 @@ class StaticKVCache(Cache):
             self.lengths[destination] = used
         self.lengths[source] = 0
 
+    def wipe(self, row: int) -> None:
+        """Zero a row: the mask hides what is behind a length, but nothing hides a NaN."""
+        for store in self._stores:
+            store[:, :, row] = 0
+
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Committed tokens of the longest row."""
         return int(self.lengths.max())

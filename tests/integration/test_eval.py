@@ -19,6 +19,7 @@ from drafttrain.bench.metrics import acceptance
 from drafttrain.bench.suite import load_suite
 from drafttrain.bench.tables import TITLES
 from drafttrain.cli import eval as command
+from drafttrain.cli.main import main
 from drafttrain.drafters.build import build_drafter, init_from_target
 from drafttrain.drafters.eagle.config import Eagle3Config
 from drafttrain.drafters.saving import save_draft
@@ -282,3 +283,36 @@ def test_mistakes_are_one_clear_error(home: Path, words: list[str], error: type[
     names = {"home": home, "run": home / "runs/tiny-eagle3", "suite": home / "suite.yaml"}
     with pytest.raises(error, match=message):
         evaluate(*(word.format(**names) for word in words))
+
+
+def test_calibrated_and_untrained_drafts(home: Path, tmp_path: Path) -> None:
+    """What `calibrate` writes is what a suite reads; every way of drafting gives the baseline's greedy output."""
+
+    run, prompts = str(home / "runs" / "tiny-eagle3"), str(home / "prompts.jsonl")
+    small = ("--prompts", prompts, "--limit", "3", "--max-new-tokens", "12")
+    skip, tree = tmp_path / "skip.json", tmp_path / "tree.json"
+    assert main(["calibrate", run, "--kind", "skip", *small, "--evaluations", "20", "--out", str(skip)]) == 0
+    assert (
+        main(["calibrate", run, "--kind", "sequoia", *small, "--nodes", "5", "--depth", "3", "--out", str(tree)]) == 0
+    )
+    assert main(["calibrate", run, "--kind", "medusa-tree", *small, "--out", str(tree)]) == 2
+    assert main(["calibrate", str(home / "target"), "--kind", "sequoia", *small]) == 2
+    drafts = (
+        "drafts=[suffix, {router: [suffix, run]}, {early_exit: 2}, "
+        "{cascade: [ngram, {early_exit: 1}, {early_exit: 3}]}, "
+        f"{{skip: {skip}}}, {{use: run, tree: {{file: {tree}}}}}, {{synthetic: 0.5}}]"
+    )
+    words = (run, drafts, "limit=2", "max_new_tokens=8", "temperatures=[0.0]", "batch=[2]", "--no-leaderboard")
+    assert evaluate(*words, "--out", str(tmp_path / "out"), "--suite", str(home / "suite.yaml")) == 0
+    result = json.loads((tmp_path / "out" / "result.json").read_text("utf-8"))
+    assert len(result["drafts"]) == 8
+    for entry in result["drafts"][1:]:
+        assert entry["exact"]["rate"] == 1.0 and entry["acceptance"]["rounds"] > 0
+    bad = {
+        "{early_exit: 4}": "early exit after 4 blocks of a target with 4",
+        "{cascade: [ngram, run]}": "cannot check another draft's tokens in one pass",
+        f"{{skip: {tree}}}": "does not hold sub-layers",
+    }
+    for line, message in bad.items():
+        with pytest.raises(UserError, match=message):
+            evaluate(run, f"drafts=[{line}]", "--out", str(tmp_path / "o"), "--suite", str(home / "suite.yaml"))

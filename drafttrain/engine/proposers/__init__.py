@@ -7,23 +7,36 @@ from drafttrain.drafters.eagle.base import EagleDrafter
 from drafttrain.drafters.lm.model import DraftLM
 from drafttrain.drafters.medusa.model import MedusaDrafter
 from drafttrain.engine.proposers.base import Proposer, Row
-from drafttrain.engine.proposers.draft_lm import DraftLMProposer
+from drafttrain.engine.proposers.cascade import CascadeProposer
+from drafttrain.engine.proposers.draft_lm import DraftLMProposer, ReaderProposer
 from drafttrain.engine.proposers.eagle import EagleProposer
+from drafttrain.engine.proposers.itself import EarlyExit, SkippedLayers
 from drafttrain.engine.proposers.medusa import MedusaProposer
 from drafttrain.engine.proposers.ngram import NGramProposer
 from drafttrain.engine.proposers.oracle import OracleProposer
+from drafttrain.engine.proposers.readers import ModelReader, Reader
+from drafttrain.engine.proposers.router import RouterProposer
+from drafttrain.engine.proposers.suffix import SuffixProposer
 from drafttrain.engine.proposers.synthetic import SyntheticProposer
 from drafttrain.engine.tree import DynamicTree, TreeShape
 from drafttrain.errors import EngineError
 
 __all__ = [
+    "CascadeProposer",
     "DraftLMProposer",
     "EagleProposer",
+    "EarlyExit",
     "MedusaProposer",
+    "ModelReader",
     "NGramProposer",
     "OracleProposer",
     "Proposer",
+    "Reader",
+    "ReaderProposer",
+    "RouterProposer",
     "Row",
+    "SkippedLayers",
+    "SuffixProposer",
     "SyntheticProposer",
     "build_proposer",
 ]

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from drafttrain.engine.penalty import DraftPenalty
 from drafttrain.engine.proposers.base import Row
 from drafttrain.engine.sampling import draw, probabilities, uniforms
 from drafttrain.engine.verify import Proposal
@@ -25,19 +26,22 @@ class Chooser:
     def __init__(self, rows: Sequence[Row], vocab_map: VocabMap) -> None:
         self.params = [row.request.sampling for row in rows]
         self.sampled = not all(p.greedy for p in self.params)
-        self.generators = [None if row.streams is None else row.streams.proposal(len(row.tokens)) for row in rows]
+        self.streams = [None if row.streams is None else row.streams.proposal(len(row.tokens)) for row in rows]
         self.vocab_map = vocab_map
+        self._penalty = DraftPenalty(rows, vocab_map)
         self.tokens: list[Tensor] = []
         self.q: list[Tensor] = []
 
     def pick(self, logits: Tensor) -> Tensor:
         """logits [n, Vd] -> target ids int64 [n]."""
+        logits = self._penalty.apply(logits)
         if self.sampled:
             q = probabilities(logits, self.params)
-            chosen = draw(q, uniforms(self.generators, 1)[:, 0])
+            chosen = draw(q, uniforms(self.streams, 1, first=len(self.q))[:, 0])
             self.q.append(q)
         else:
             chosen = logits.argmax(-1)
+        self._penalty.add(chosen)
         token = chosen if self.vocab_map.is_full else self.vocab_map.to_target(chosen)
         self.tokens.append(token)
         return token

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from drafttrain.drafters.base import DraftInputs
 from drafttrain.drafters.eagle.base import EagleDrafter
@@ -16,6 +17,9 @@ from drafttrain.engine.tree import DynamicTree, TreeShape
 from drafttrain.engine.verify import Proposal
 from drafttrain.modeling.kv_cache import StaticKVCache
 from drafttrain.modeling.taps import Tap
+
+_BACKLOG = 32
+"""Tokens of a row that may be put off."""
 
 
 class EagleProposer(Proposer):
@@ -46,10 +50,21 @@ class EagleProposer(Proposer):
         self.feature_spec = drafter.feature_spec
         self._head = drafter.head(0).prepared()
 
+    def _length(self, length: int) -> int:
+        ahead = 0 if self.tree is None else self.tree.read_ahead
+        # What is put off is read by all rows in step: those at their end are written behind it.
+        return length + ahead + (_BACKLOG if self.lazy else 0)
+
+    def bytes_needed(self, rows: int, length: int) -> int:
+        """Of the cache and the state, in bytes."""
+        token: StaticKVCache = self.drafter.new_cache(1, 1)
+        state = 2 * self.drafter.arch.hidden_size * self.drafter.dtype().itemsize
+        return rows * (self._length(length) * token.bytes() + state)
+
     def reserve(self, rows: int, length: int) -> None:
         """Allocate for `rows` rows of up to `length` tokens."""
-        ahead = 0 if self.tree is None else self.tree.read_ahead
-        self._cache: StaticKVCache = self.drafter.new_cache(rows, length + ahead)
+        self._cache: StaticKVCache = self.drafter.new_cache(rows, self._length(length))
+        self._backlog: list[list[Tensor]] = [[] for _ in range(rows)]
         size = self.drafter.arch.hidden_size
         self._hidden = torch.zeros(rows, size, dtype=self.drafter.dtype(), device=self._cache.device)
         self._readout = torch.zeros_like(self._hidden)
@@ -58,15 +73,45 @@ class EagleProposer(Proposer):
         """Make the slots of the prompts."""
         lengths = torch.tensor([len(row.tokens) - 1 for row in rows])
         self._cache.set_lengths(torch.zeros_like(lengths), first_row)
-        self._extend(first_row, rows, features, lengths)
+        self._backlog[first_row : first_row + len(rows)] = [[] for _ in rows]
+        self._extend(first_row, rows, self._joined(features, int(lengths.max())), lengths)
 
     def observe(
-        self, rows: Sequence[Row], features: dict[Tap, Tensor], accepted: Tensor, path: Tensor | None = None
+        self,
+        rows: Sequence[Row],
+        features: dict[Tap, Tensor],
+        accepted: Tensor,
+        path: Tensor | None = None,
+        own: Tensor | None = None,
     ) -> None:
         """Make the slots of the root and the accepted tokens, this time from the target's features."""
-        self._extend(0, rows, features, accepted + 1)
+        joined = self._joined(features, int(accepted.max()) + 1)
+        if not self.lazy:
+            self._extend(0, rows, joined, accepted + 1)
+            return
+        if max(sum(map(len, parts)) for parts in self._backlog) + joined.shape[1] > _BACKLOG:
+            self._catch_up(rows)
+        for row, count in enumerate(accepted.tolist()):
+            self._backlog[row].append(joined[row, : count + 1])
 
-    def _extend(self, first: int, rows: Sequence[Row], features: dict[Tap, Tensor], counts: Tensor) -> None:
+    def _catch_up(self, rows: Sequence[Row]) -> None:
+        """Make the slots that were put off, of all rows in one step."""
+        if not self.lazy:
+            return
+        counts = torch.tensor([sum(map(len, parts)) for parts in self._backlog[: len(rows)]])
+        if int(counts.max()) == 0:
+            return
+        nothing = next(part for parts in self._backlog for part in parts)[:0]
+        joined = pad_sequence([torch.cat([nothing, *parts]) for parts in self._backlog[: len(rows)]], batch_first=True)
+        self._backlog = [[] for _ in self._backlog]
+        self._extend(0, rows, joined, counts)
+
+    def _joined(self, features: dict[Tap, Tensor], longest: int) -> Tensor:
+        """The taps' first `longest` states side by side, [n, longest, taps * H]."""
+        taps = [features[tap][:, :longest] for tap in self.feature_spec.taps]
+        return taps[0] if len(taps) == 1 else torch.cat(taps, -1)
+
+    def _extend(self, first: int, rows: Sequence[Row], joined: Tensor, counts: Tensor) -> None:
         longest = int(counts.max())
         device = self._cache.device
         tokens = torch.zeros(len(rows), longest, dtype=torch.int64)
@@ -76,17 +121,17 @@ class EagleProposer(Proposer):
             following = row.tokens[start : start + count]
             tokens[index, : len(following)] = torch.tensor(following, dtype=torch.int64)
         self._cache.begin(len(rows), longest, first_row=first)
-        taps = [features[tap][:, :longest] for tap in self.feature_spec.taps]
-        joined = taps[0] if len(taps) == 1 else torch.cat(taps, -1)
         out = self.drafter.step(DraftInputs(tokens.to(device), self._cache.positions(), joined), self._cache)
         self._cache.commit(counts)
         assert out.hidden is not None
-        each, last = torch.arange(len(rows), device=device), (counts - 1).to(device)
-        self._hidden[first : first + len(rows)] = out.hidden[each, last]
-        self._readout[first : first + len(rows)] = out.readout[each, last]
+        each = counts.nonzero()[:, 0]
+        last, each = (counts[each] - 1).to(device), each.to(device)
+        self._hidden[first + each] = out.hidden[each, last]
+        self._readout[first + each] = out.readout[each, last]
 
     def propose(self, rows: Sequence[Row], k: int) -> Proposal:
         """k recurrent steps."""
+        self._catch_up(rows)
         if self.tree is not None:
             return self._propose_tree(rows, k, self.tree)
         count = len(rows)
@@ -126,6 +171,7 @@ class EagleProposer(Proposer):
         self._cache.move_row(source, destination)
         self._hidden[destination] = self._hidden[source]
         self._readout[destination] = self._readout[source]
+        self._backlog[destination], self._backlog[source] = self._backlog[source], []
 
     def memory_bytes(self) -> int:
         """Weights, cache and state, in bytes."""

@@ -8,6 +8,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from drafttrain.engine.penalty import DraftPenalty
 from drafttrain.engine.proposers.base import Row
 from drafttrain.engine.sampling import draw, probabilities, top_tokens, uniforms
 from drafttrain.engine.tree import DynamicTree, Level, Tree, TreeShape, ancestors
@@ -60,10 +61,12 @@ def grow_static(
     tree, levels, slots = shape.on(logits.device)
     children = _Drawn(rows, shape) if sampled and any(row.streams is not None for row in rows) else _Best()
     tokens = torch.empty(len(rows), shape.nodes, dtype=torch.int64, device=logits.device)
-    logits = logits[:, None]
+    penalty = DraftPenalty(rows, vocab_map)
+    logits = penalty.apply(logits[:, None])
     for depth, level in enumerate(levels):
         if depth:
             logits = step(tokens[:, level.nodes], level.parents[None], level.sees[None], level.offset, depth)
+            logits = penalty.apply(logits)
         own = children.of(logits, level)
         tokens[:, level.start : level.start + own.shape[1]] = vocab_map.to_target(own)
     counts = torch.full((len(rows),), shape.nodes)
@@ -88,9 +91,9 @@ class _Drawn:
 
     def __init__(self, rows: Sequence[Row], shape: TreeShape) -> None:
         self.params = [row.request.sampling for row in rows]
-        generators = [None if row.streams is None else row.streams.proposal(len(row.tokens)) for row in rows]
+        streams = [None if row.streams is None else row.streams.proposal(len(row.tokens)) for row in rows]
         # One a node, in level order: a node's must not depend on how deep the trees of other rows are.
-        self.uniform = uniforms(generators, shape.nodes)
+        self.uniform = uniforms(streams, shape.nodes)
         self._q: list[Tensor] = []
 
     def of(self, logits: Tensor, level: Level) -> Tensor:
@@ -132,8 +135,9 @@ def grow_dynamic(
     """
     count, device = len(rows), logits.device
     width = min(tree.top_k, logits.shape[-1])
+    penalty = DraftPenalty(rows, vocab_map)
     # Candidates of all levels, in level order.
-    score, token = log_chances(logits[:, None], width)
+    score, token = log_chances(penalty.apply(logits[:, None]), width)
     score, token = score.flatten(1), token.flatten(1)
     scores, tokens, parents = [score], [token], [torch.full_like(token, -1)]
     slots = []
@@ -148,7 +152,8 @@ def grow_dynamic(
         seen = sees.expand(len(above), -1, -1).gather(1, above[..., None].expand(-1, -1, sees.shape[2]))
         sees = torch.cat([seen, own.expand(len(above), -1, -1)], 2)
         read = vocab_map.to_target(token.gather(1, chosen))
-        chance, following = log_chances(step(read, above, sees, (level - 1) * width, level), width)
+        behind = penalty.apply(step(read, above, sees, (level - 1) * width, level))
+        chance, following = log_chances(behind, width)
         parents.append((first + chosen).repeat_interleave(width, 1))
         first += token.shape[1]
         score = (score.gather(1, chosen)[..., None] + chance).flatten(1)

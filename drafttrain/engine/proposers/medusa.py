@@ -46,6 +46,10 @@ class MedusaProposer(Proposer):
         self.name = name or drafter.family
         self.feature_spec = drafter.feature_spec
 
+    def bytes_needed(self, rows: int, length: int) -> int:
+        """Of the state, in bytes."""
+        return rows * self.drafter.arch.target_hidden_size * next(self.drafter.parameters()).element_size()
+
     def reserve(self, rows: int, length: int) -> None:
         """Allocate for `rows` rows."""
         weight = next(self.drafter.parameters())
@@ -57,7 +61,12 @@ class MedusaProposer(Proposer):
         self._keep(first_row, features, torch.tensor([len(row.request.prompt_ids) - 1 for row in rows]))
 
     def observe(
-        self, rows: Sequence[Row], features: dict[Tap, Tensor], accepted: Tensor, path: Tensor | None = None
+        self,
+        rows: Sequence[Row],
+        features: dict[Tap, Tensor],
+        accepted: Tensor,
+        path: Tensor | None = None,
+        own: Tensor | None = None,
     ) -> None:
         """Keep the state at the last accepted token."""
         self._keep(0, features, accepted)

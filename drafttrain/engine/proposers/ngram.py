@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-import torch
-
-from drafttrain.engine.proposers.base import Proposer, Row
-from drafttrain.engine.verify import Proposal
+from drafttrain.engine.proposers.base import Row
+from drafttrain.engine.proposers.lookup import Found, Lookup
 
 
-class NGramProposer(Proposer):
+class NGramProposer(Lookup):
     """Looks for the latest earlier occurrence of the last `longest` .. `shortest` tokens and proposes what followed.
 
     Args:
@@ -20,19 +16,13 @@ class NGramProposer(Proposer):
     def __init__(self, longest: int = 4, shortest: int = 2, name: str = "ngram") -> None:
         self.longest, self.shortest, self.name = longest, shortest, name
 
-    def propose(self, rows: Sequence[Row], k: int) -> Proposal:
-        """Rows without a match propose nothing."""
-        found = [self._lookup(row.tokens, k) for row in rows]
-        tokens = torch.zeros(len(rows), k, dtype=torch.int64)
-        for index, follow in enumerate(found):
-            tokens[index, : len(follow)] = torch.tensor(follow, dtype=torch.int64)
-        return Proposal(tokens, torch.tensor([len(follow) for follow in found]))
-
-    def _lookup(self, tokens: list[int], k: int) -> list[int]:
+    def find(self, row: Row, k: int) -> Found:
+        """What followed the longest n-gram that occurred before."""
+        tokens = row.tokens
         end = len(tokens)
         for size in range(min(self.longest, end - 1), self.shortest - 1, -1):
             tail = tokens[end - size :]
             for start in range(end - size - 1, -1, -1):
                 if tokens[start] == tail[0] and tokens[start : start + size] == tail:
-                    return tokens[start + size : start + size + k]
-        return []
+                    return Found(tokens[start + size : start + size + k], size)
+        return Found([], 0)

@@ -8,7 +8,7 @@ import torch
 
 from drafttrain.engine.proposers.base import Proposer, Row
 from drafttrain.engine.verify import Proposal
-from drafttrain.errors import EngineError
+from drafttrain.errors import RequestError
 
 
 class OracleProposer(Proposer):
@@ -28,7 +28,8 @@ class OracleProposer(Proposer):
         for index, row in enumerate(rows):
             recorded = self.outputs.get(row.request.id)
             if recorded is None:
-                raise EngineError(
+                raise RequestError(
+                    row.request.id,
                     f"the oracle has no recorded output for request {row.request.id}",
                     remedy="run the same requests without a draft first",
                 )

@@ -8,7 +8,7 @@ import torch
 
 from drafttrain.engine.proposers.base import Row
 from drafttrain.engine.proposers.oracle import OracleProposer
-from drafttrain.engine.sampling import RowStreams
+from drafttrain.engine.sampling import RowStreams, uniforms
 from drafttrain.engine.verify import Proposal
 from drafttrain.errors import EngineError
 
@@ -43,8 +43,8 @@ class SyntheticProposer(OracleProposer):
         """The next k recorded tokens of each row, some of them replaced by their neighbour in the vocabulary."""
         proposal = super().propose(rows, k)
         for index, row in enumerate(rows):
-            generator = RowStreams(self.seed, row.request.id).proposal(len(row.tokens))
-            wrong = torch.rand(k, generator=generator) >= self.rate
+            stream = RowStreams(self.seed, row.request.id).proposal(len(row.tokens))
+            wrong = uniforms([stream], k)[0] >= self.rate
             proposal.tokens[index] = torch.where(
                 wrong, (proposal.tokens[index] + 1) % self.vocab_size, proposal.tokens[index]
             )

@@ -69,6 +69,7 @@ def test_trees(tmp_path: Path) -> None:
         "{branching: [8, 8]}": "more than 64 nodes",
         "{parents: [0]}": "parent 0",
         "{branching: [2], dynamic: {}}": "not branching and dynamic",
+        "{file: nowhere.json}": "no such file",
         "{sampled: true}": "not none",
         "{dynamic: {}, sampled: true}": "static trees only",
         "{branching: [2]}, {branching: [2]}": "twice",
@@ -78,3 +79,47 @@ def test_trees(tmp_path: Path) -> None:
     path = write(tmp_path, "name: x\nprompts: p.jsonl\ndrafts: [ngram]\ntrees: [{branching: [2]}]\n")
     with pytest.raises(RecipeError, match="draft under test"):
         load_suite(path)
+
+
+def test_drafts_of_one_line(tmp_path: Path) -> None:
+    lines = """
+  - suffix
+  - {synthetic: 0.7}
+  - {early_exit: 10}
+  - {early_exit: 10, tree: {branching: [2, 2]}}
+  - {cascade: [ngram, {early_exit: 4}, {early_exit: 12}]}
+  - {router: [suffix, run], min_match: 3}
+  - {router: [ngram, {use: run, tree: {dynamic: {nodes: 20}}}], name: both}
+"""
+    suite = load_suite(write(tmp_path, f"name: x\nprompts: p.jsonl\ndrafts: {lines}"))
+    assert [str(entry) for entry in suite.drafts] == [
+        "suffix",
+        "synthetic 0.7",
+        "early exit 10",
+        "early exit 10 static 2x2",
+        "ngram > early exit 4 > early exit 12",
+        "suffix or run",
+        "ngram or run dynamic 20 (depth 6, top-k 10)",
+    ]
+    assert suite.uses_run and not load_suite(tmp_path / "suite.yaml", ["drafts=[suffix]"]).uses_run
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{early_exit: 4, skip: a.json}", "not early_exit and skip"),
+        ("{name: a}", "not none"),
+        ("{cascade: [ngram, {early_exit: 4}, {early_exit: 4}]}", "contains itself"),
+        ("{cascade: [{cascade: [ngram, run]}, run]}", "contains itself"),
+        ("{cascade: [ngram, {early_exit: 4, tree: {branching: [2]}}]}", "leave out the tree"),
+        ("{router: [run, ngram]}", "begins with ngram or suffix"),
+        ("{early_exit: 4, min_match: 2}", "belong to a router"),
+        ("{use: ngram, tree: {branching: [2]}}", "proposes chains alone"),
+        ("{synthetic: 1.5}", "at most 1"),
+        ("{early_exit: 4}, {early_exit: 4}", "twice"),
+        ("{erly_exit: 4}", "did you mean 'early_exit'"),
+    ],
+)
+def test_drafts_that_cannot_be(tmp_path: Path, line: str, message: str) -> None:
+    with pytest.raises(RecipeError, match=message):
+        load_suite(write(tmp_path, f"name: x\nprompts: p.jsonl\ndrafts: [{line}]\n"))

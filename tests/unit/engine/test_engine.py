@@ -9,7 +9,8 @@ from drafttrain.drafters.build import build_drafter, init_from_target, new_vocab
 from drafttrain.drafters.eagle.config import Eagle3Config
 from drafttrain.engine.engine import Engine
 from drafttrain.engine.generation import TargetGenerator
-from drafttrain.engine.proposers import NGramProposer, OracleProposer, Proposer, build_proposer
+from drafttrain.engine.proposers import NGramProposer, OracleProposer, Proposer, Row, build_proposer
+from drafttrain.engine.proposers.lookup import Lookup
 from drafttrain.engine.records import Request
 from drafttrain.engine.sampling import SamplingParams
 from drafttrain.errors import EngineError
@@ -172,8 +173,12 @@ def test_oracle_without_a_recording() -> None:
         engine.generate([Request("a", [4], 4)])
 
 
+def _found(proposer: Lookup, tokens: list[int], k: int) -> list[int]:
+    return proposer.find(Row(Request("a", tokens, 9), tokens, 9, None), k).tokens
+
+
 def test_ngram_proposes_what_followed() -> None:
     proposer = NGramProposer(longest=3, shortest=1)
-    assert proposer._lookup([7, 1, 2, 3, 9, 8, 1, 2, 3], 2) == [9, 8]
-    assert proposer._lookup([5, 6, 5, 7, 5], 3) == [7, 5]
-    assert proposer._lookup([1, 2, 3], 3) == []
+    assert _found(proposer, [7, 1, 2, 3, 9, 8, 1, 2, 3], 2) == [9, 8]
+    assert _found(proposer, [5, 6, 5, 7, 5], 3) == [7, 5]
+    assert _found(proposer, [1, 2, 3], 3) == []

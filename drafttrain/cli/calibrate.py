@@ -1,0 +1,128 @@
+"""`drafttrain calibrate RUN|TARGET --kind KIND`: shape trees and find sub-layers to skip, for a suite to refer to."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from drafttrain.cli.common import Subparsers, positive, progress_bars
+
+if TYPE_CHECKING:
+    from drafttrain.engine.calibration_file import SkipFile, TreeFile
+    from drafttrain.recipe.schema import Recipe
+
+PROMPTS = "data/prompts/train.jsonl"
+_EPILOG = """kinds:
+  skip         attentions and MLPs that the target leaves out when it drafts for itself; nothing is trained
+  medusa-tree  the nodes most likely to be accepted, from the accuracies of Medusa heads
+  sequoia      the fastest tree on this machine for any trained draft, by dynamic programming
+
+examples:
+  drafttrain calibrate smollm2-135m --kind skip --out skip.json
+  drafttrain calibrate runs/smollm2-eagle3 --kind sequoia --batch 1
+  drafttrain eval runs/smollm2-eagle3 --suite eval/suites/core.yaml 'trees=[{file: runs/smollm2-eagle3/sequoia.json}]'
+  drafttrain eval runs/smollm2-eagle3 --suite eval/suites/core.yaml 'drafts=[{skip: skip.json}]'
+"""
+
+
+def register(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
+    """Add the command."""
+    parser = subparsers.add_parser(
+        "calibrate",
+        help="find the tree of a draft, or the sub-layers a target can skip",
+        description="Measure on a calibration set and write a small JSON file that a suite refers to.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("source", metavar="RUN|TARGET", help="a run or recipe; for skip a model will do")
+    parser.add_argument("overrides", nargs="*", metavar="target.key=value", help="such as target.dtype=float32")
+    parser.add_argument("--kind", required=True, choices=["skip", "medusa-tree", "sequoia"])
+    parser.add_argument("--prompts", default=PROMPTS, metavar="FILE", help=f"default: {PROMPTS}")
+    parser.add_argument("--limit", type=positive, default=8, metavar="N", help="prompts, spread over the file (8)")
+    parser.add_argument("--max-new-tokens", type=positive, default=64, metavar="N", help="of an answer (64)")
+    parser.add_argument("--batch", type=positive, default=1, metavar="N", help="rows the tree is to be fast for (1)")
+    parser.add_argument("--nodes", type=positive, metavar="N", help="size of the tree; default: the fastest here")
+    parser.add_argument("--depth", type=positive, default=6, metavar="N", help="deepest level tried (6)")
+    parser.add_argument("--temperature", type=float, default=0.0, metavar="T", help="that sequoia counts at (0)")
+    parser.add_argument("--evaluations", type=positive, default=200, metavar="N", help="of the search for skip (200)")
+    parser.add_argument("--seed", type=int, default=0, metavar="N")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="default: RUN/KIND.json")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Measure, write, say what was found."""
+    from rich.console import Console
+
+    from drafttrain.bench.calibrate import CalibrationOptions, calibrate, calibration_requests
+    from drafttrain.drafters.saving import check_target, find_draft, load_draft
+    from drafttrain.engine.calibration_file import write_calibration
+    from drafttrain.engine.tree import MAX_NODES
+    from drafttrain.errors import UserError
+    from drafttrain.targets.config import TargetConfig
+    from drafttrain.targets.load import load_target
+
+    if not arguments.temperature >= 0:
+        raise UserError(f"is {arguments.temperature}", where="--temperature", remedy="0 means greedy")
+    if arguments.nodes is not None and arguments.nodes > MAX_NODES:
+        raise UserError(f"is {arguments.nodes}", where="--nodes", remedy=f"a tree has at most {MAX_NODES}")
+    console = Console(highlight=False)
+    recipe = _recipe(arguments)
+    if recipe is None and arguments.kind != "skip":
+        raise UserError(f"is no run, and {arguments.kind} measures a draft", where=arguments.source)
+    folder = None if arguments.kind == "skip" else find_draft(arguments.source)
+    out = arguments.out or (Path(arguments.source) if recipe is not None else Path()) / f"{arguments.kind}.json"
+    if not out.parent.is_dir():
+        raise UserError("there is no such folder", where=out.parent, remedy="give another place by --out")
+    target = load_target(TargetConfig(model=arguments.source) if recipe is None else recipe.target)
+    drafter = None
+    if folder is not None:
+        drafter, meta = load_draft(folder, target.device, target.dtype)
+        check_target(meta, target.identity.to_dict(), where=folder)
+        drafter.bind(target.embedding_weight, target.head())
+    kwargs = None if recipe is None else recipe.data.template_kwargs
+    requests = calibration_requests(target, arguments.prompts, arguments.limit, arguments.max_new_tokens, kwargs)
+    options = CalibrationOptions(
+        temperature=arguments.temperature,
+        batch=arguments.batch,
+        nodes=arguments.nodes,
+        depth=arguments.depth,
+        evaluations=arguments.evaluations,
+        seed=arguments.seed,
+    )
+    with progress_bars(console) as tell:
+        found = calibrate(target, arguments.kind, drafter, requests, options, tell)
+    write_calibration(out, found)
+    console.print(_summary(found))
+    console.print(f"written: {out}", soft_wrap=True)
+    return 0
+
+
+def _recipe(arguments: argparse.Namespace) -> Recipe | None:
+    """Of a run or a recipe; None of a model, which may be a folder too."""
+    from drafttrain.errors import UserError
+    from drafttrain.recipe.load import RESOLVED, load_recipe
+
+    source = Path(arguments.source)
+    if source.suffix in (".yaml", ".yml") or (source / RESOLVED).is_file():
+        return load_recipe(source, arguments.overrides)
+    if arguments.overrides:
+        raise UserError(f"{arguments.overrides[0]} overrides a recipe, and {source} is none")
+    return None
+
+
+def _summary(found: TreeFile | SkipFile) -> str:
+    from drafttrain.engine.calibration_file import SkipFile
+
+    measured = found.measured
+    if isinstance(found, SkipFile):
+        pays = "" if measured["speedup"] > 1 else ": it does not pay"
+        return (
+            f"left out: attention of {len(found.attention)} blocks {list(found.attention)}, "
+            f"MLP of {len(found.mlp)} {list(found.mlp)}\n"
+            f"writes {measured['agreement']:.1%} of the target's tokens at {measured['cost']:.0%} of its weights; "
+            f"{measured['speedup']:.2f}x expected with k={measured['k']}{pays}"
+        )
+    shape = found.shape
+    return f"{found.kind}: {shape.nodes} nodes, depth {shape.depth}; {measured['tokens']:.2f} tokens a round expected"

@@ -1,0 +1,73 @@
+"""What an engine will hold, known before it is allocated."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from drafttrain.engine.proposers.base import Proposer, Reach
+from drafttrain.errors import EngineError
+from drafttrain.modeling.causal_lm import CausalLM
+
+_GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on the target's device, weights not counted.
+
+    Attributes:
+        cache: keys and values of the target.
+        draft: what the draft allocates a row.
+        round: logits of a verification, and their distribution in float32.
+    """
+
+    cache: int
+    draft: int
+    round: int
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return self.cache + self.draft + self.round
+
+
+def memory_needed(target: CausalLM, proposer: Proposer | None, reach: Reach, rows: int, length: int) -> Memory:
+    """Of an engine with rows of `length` cached tokens."""
+    places = rows * (reach.tokens + 1)
+    return Memory(
+        cache=target.cache_bytes(rows, length),
+        draft=0 if proposer is None else proposer.bytes_needed(rows, length),
+        round=places * target.vocab_size * (target.dtype.itemsize + torch.float32.itemsize),
+    )
+
+
+def available_bytes(device: torch.device) -> int | None:
+    """What can still be allocated; None where the system does not say."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    if device.type != "cpu" or not Path("/proc/meminfo").is_file():
+        return None
+    for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
+        name, _, value = line.partition(":")
+        if name == "MemAvailable":
+            return int(value.split()[0]) * 1024
+    return None
+
+
+def require(memory: Memory, available: int | None, rows: int, length: int) -> None:
+    """Refuse what does not fit.
+
+    Raises:
+        EngineError: naming both sizes.
+    """
+    if available is not None and memory.total > available:
+        raise EngineError(
+            f"{rows} rows of {length} tokens need {memory.total / _GIB:.2f} GiB "
+            f"(cache {memory.cache / _GIB:.2f}, draft {memory.draft / _GIB:.2f}, a round {memory.round / _GIB:.2f}), "
+            f"{available / _GIB:.2f} are free",
+            remedy="lower the batch size or the longest length, or free memory on the device",
+        )
