@@ -55,22 +55,24 @@ def run(arguments: argparse.Namespace) -> int:
     """Measure, write, say what was found."""
     from rich.console import Console
 
+    from drafttrain.errors import UserError
+
+    if not arguments.temperature >= 0:
+        raise UserError(f"is {arguments.temperature}", where="--temperature", remedy="0 means greedy")
+    recipe = _recipe(arguments)
+    if recipe is None and arguments.kind != "skip":
+        raise UserError(f"is no run, and {arguments.kind} measures a draft", where=arguments.source)
+
     from drafttrain.bench.calibrate import CalibrationOptions, calibrate, calibration_requests
     from drafttrain.drafters.saving import check_target, find_draft, load_draft
     from drafttrain.engine.calibration_file import write_calibration
     from drafttrain.engine.tree import MAX_NODES
-    from drafttrain.errors import UserError
     from drafttrain.targets.config import TargetConfig
     from drafttrain.targets.load import load_target
 
-    if not arguments.temperature >= 0:
-        raise UserError(f"is {arguments.temperature}", where="--temperature", remedy="0 means greedy")
     if arguments.nodes is not None and arguments.nodes > MAX_NODES:
         raise UserError(f"is {arguments.nodes}", where="--nodes", remedy=f"a tree has at most {MAX_NODES}")
     console = Console(highlight=False)
-    recipe = _recipe(arguments)
-    if recipe is None and arguments.kind != "skip":
-        raise UserError(f"is no run, and {arguments.kind} measures a draft", where=arguments.source)
     folder = None if arguments.kind == "skip" else find_draft(arguments.source)
     out = arguments.out or (Path(arguments.source) if recipe is not None else Path()) / f"{arguments.kind}.json"
     if not out.parent.is_dir():
