@@ -81,6 +81,11 @@ def test_trees(tmp_path: Path) -> None:
         load_suite(path)
 
 
+def test_the_shipped_suite_of_drafts_loads() -> None:
+    suite = load_suite("eval/suites/drafts.yaml")
+    assert len(suite.drafts) == 8 and len(suite.load_prompts()) == 16
+
+
 def test_drafts_of_one_line(tmp_path: Path) -> None:
     lines = """
   - suffix
