@@ -1,4 +1,4 @@
-"""A draft made elsewhere, by hand: imported, measured, trained further, exported, each in a process of its own."""
+"""A draft made elsewhere, by hand: imported, measured, trained further, exported."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from drafttrain.cli.main import main
 from drafttrain.drafters.saving import read_meta
 from drafttrain.export.ir import read_ir
 from drafttrain.files import read_json
@@ -45,7 +46,8 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def drafttrain(home: Path, *arguments: str) -> str:
+def train(home: Path, *arguments: str) -> None:
+    """In a process of its own: accelerate keeps state."""
     environment = {
         **os.environ,
         "OMP_NUM_THREADS": "1",
@@ -53,24 +55,24 @@ def drafttrain(home: Path, *arguments: str) -> str:
         "DRAFTTRAIN_CACHE": str(home / "cache"),
         "HF_HUB_OFFLINE": "1",
     }
-    command = [sys.executable, "-m", "drafttrain", *arguments]
+    command = [sys.executable, "-m", "drafttrain", "train", *arguments]
     done = subprocess.run(command, cwd=home, env=environment, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
 
 
-def test_the_whole_way(home: Path) -> None:
+@pytest.mark.timeout(900)
+def test_the_whole_way(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run, tuned = home / "mine", home / "mine-tuned"
-    drafttrain(home, "import", "theirs", "--target", str(home / "target"), "-o", str(run))
+    assert main(["import", str(home / "theirs"), "--target", str(home / "target"), "-o", str(run)]) == 0
 
-    drafttrain(home, "eval", str(run), "--suite", "suite.yaml", "--no-leaderboard")
+    assert main(["eval", str(run), "--suite", str(home / "suite.yaml"), "--no-leaderboard"]) == 0
     entry = next(e for e in read_json(run / "eval/tiny/result.json")["drafts"] if e["draft"] == "mine")
     assert entry["family"] == "eagle3" and entry["exact"]["rate"] == 1.0
 
     settings = "training.max_steps=2 training.epochs=null training.batch_rows=2 training.row_length=128"
     data = f"data.prompts=[{{source: {home}/conversations.jsonl}}]"
     others = "data.answers.source=given data.max_length=128 data.held_out=0 evaluation.prompts=0 drafter.depth=2"
-    drafttrain(home, "train", str(run), *settings.split(), data, *others.split(), "training.precision=fp32")
+    train(home, str(run), *settings.split(), data, *others.split(), "training.precision=fp32")
     before, after = read_ir(run), read_ir(tuned)
     theirs = torch.load(home / "theirs" / "pytorch_model.bin", weights_only=True)
     assert after.vocab_map == before.vocab_map == VocabMap(theirs["d2t"], theirs["t2d"])
@@ -78,8 +80,9 @@ def test_the_whole_way(home: Path) -> None:
     assert not torch.equal(after.tensors["fc.weight"], before.tensors["fc.weight"])
     assert read_meta(tuned / "draft").config.depth == 2
 
-    said = drafttrain(home, "export", str(run), "--to", "vllm")
-    assert "the server's own counters should show: mean acceptance length" in said
+    capsys.readouterr()
+    assert main(["export", str(run), "--to", "vllm"]) == 0
+    assert "the server's own counters should show: mean acceptance length" in capsys.readouterr().out
     stored = load_file(run / "export" / "vllm" / "model.safetensors")
     assert all(torch.equal(stored[name], tensor) for name, tensor in theirs.items())
     assert read_json(run / "export/vllm/drafttrain.json")["forecast"]["k"] == 2
