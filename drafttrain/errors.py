@@ -38,3 +38,7 @@ class CheckpointError(UserError):
 
 class EngineError(UserError):
     """A request or setting that the engine cannot serve."""
+
+
+class AlreadyReported(UserError):
+    """Another process of this run shows the same error; this one ends with the same status and says nothing."""
