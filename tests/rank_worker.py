@@ -1,4 +1,4 @@
-"""Trains tiny drafts under every strategy in one set of ranks: `python -m tests.rank_worker JOBS OUT`, one process a rank.
+"""Trains tiny drafts under every strategy in one set of ranks: `python -m tests.rank_worker JOBS OUT`, one a rank.
 
 Importing DeepSpeed costs far more than these runs, so many jobs share a launch.
 """

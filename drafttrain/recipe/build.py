@@ -36,7 +36,6 @@ from drafttrain.targets.config import TargetConfig
 from drafttrain.targets.load import load_target
 from drafttrain.targets.model import TargetModel
 
-
 Data = tuple[Corpus, list[Conversation]]
 """Training samples, and the conversations held out of them."""
 

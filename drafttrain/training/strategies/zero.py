@@ -41,7 +41,7 @@ class Zero(Strategy):
             self._gather_in_forward()
 
     def _gather_in_forward(self) -> None:
-        from deepspeed.zero import register_external_parameter
+        from deepspeed.runtime.zero import register_external_parameter
 
         # Drafts read weights without calling the modules that own them, so no hook of those would gather them.
         for parameter in self.drafter.parameters():
@@ -87,6 +87,12 @@ class Zero(Strategy):
                     whole[name] = on_cpu(tensor)
         return whole
 
+    def _link_moments(self) -> None:
+        """Let DeepSpeed find each parameter's slice of the moments: by itself it does so for the first group alone."""
+        if self.stage < 3:
+            self._engine.optimizer._hp_optimizer_states_linked = False
+            self._engine.optimizer._lazy_init_hp_params_optimizer_state()
+
     def whole(self, wanted: bool) -> Drafter | None:
         """See `Strategy`; below stage 3 the draft in training itself."""
         if self.stage == 3:
@@ -102,6 +108,7 @@ class Zero(Strategy):
         step = next((entries["step"] for entries in self.optimizer.state.values()), None)
         if step is None or not float(step):
             return moments
+        self._link_moments()
         for name, parameter in trainable(self.drafter):
             for key in ("exp_avg", "exp_avg_sq"):
                 value = safe_get_full_optimizer_state(parameter, key)
@@ -138,9 +145,7 @@ class Zero(Strategy):
             for key in ("exp_avg", "exp_avg_sq"):
                 entries.setdefault(key, torch.zeros_like(shard))
             entries["step"] = step.clone().to(shard.device if shard.is_cuda else "cpu")
-        if self.stage < 3:
-            # Otherwise done after the first step, when the optimiser has made its state.
-            engine._lazy_init_hp_params_optimizer_state()
+        self._link_moments()
         for name, parameter in trainable(self.drafter):
             for key in ("exp_avg", "exp_avg_sq"):
                 safe_set_full_optimizer_state(parameter, moments[f"{name}/{key}"].to(parameter.device), key)
@@ -154,7 +159,7 @@ def gathered(tensors: Sequence[Any], write: bool = False) -> AbstractContextMana
     shards = [tensor for tensor in tensors if hasattr(tensor, "ds_id")]
     if not shards:
         return nullcontext()
-    from deepspeed.zero import GatheredParameters
+    from deepspeed.runtime.zero import GatheredParameters
 
     context: AbstractContextManager[Any] = GatheredParameters(shards, modifier_rank=0 if write else None)
     return context
