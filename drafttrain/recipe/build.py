@@ -17,6 +17,7 @@ from drafttrain.drafters.base import Drafter
 from drafttrain.drafters.build import blocks_read, build_drafter, init_from_target, new_vocab_map
 from drafttrain.drafters.eagle.eagle3 import Eagle3Drafter
 from drafttrain.drafters.eagle.widen import widen_vocab
+from drafttrain.drafters.lora import add_lora
 from drafttrain.drafters.saving import check_target, warm_start
 from drafttrain.errors import RecipeError, UserError
 from drafttrain.features.sources import (
@@ -178,6 +179,9 @@ def prepare_drafter(
             drafter = build_drafter(recipe.drafter, target.config, vocab_map, target.device)
             with target.blocks_at_hand(blocks_read(recipe.drafter, target.n_layers)):
                 init_from_target(drafter, target)
+        lora = getattr(recipe.drafter, "lora", None)
+        if lora is not None:
+            add_lora(drafter, lora)
     except ValueError as error:
         raise RecipeError(str(error), where="drafter") from None
     return drafter, drafter.vocab_map.to("cpu").coverage(counts)

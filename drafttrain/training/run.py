@@ -12,7 +12,6 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from rich.console import Console
 
-from drafttrain.drafters.base import Drafter
 from drafttrain.drafters.saving import save_draft
 from drafttrain.errors import RecipeError, UserError
 from drafttrain.features.sources import FeatureSource
@@ -22,6 +21,7 @@ from drafttrain.recipe.load import save_recipe
 from drafttrain.recipe.provenance import collect_provenance, record_provenance, versions
 from drafttrain.recipe.schema import Recipe
 from drafttrain.training.acceptance import EngineMeasurement
+from drafttrain.training.adapter import ADAPTER, require_peft, save_adapter
 from drafttrain.training.callbacks import Listener, WandbTracker, require_tracker
 from drafttrain.training.checkpoint import set_aside
 from drafttrain.training.distributed import from_main, make_accelerator
@@ -31,6 +31,7 @@ from drafttrain.training.metrics import MetricsLog
 from drafttrain.training.progress import ConsoleReporter, ProgressLine
 from drafttrain.training.ranks import Ranks
 from drafttrain.training.sharded_target import ShardedTarget, TogetherFeatures, load_sharded_target
+from drafttrain.training.strategies.base import Whole
 from drafttrain.training.trainer import Resume, Trainer, TrainParts, TrainResult
 
 LOCK = ".lock"
@@ -50,6 +51,7 @@ def train_recipe(recipe: Recipe, resume: Resume, console: Console) -> TrainResul
         UserError: see `build_run` and `Trainer.fit`.
     """
     require_tracker(recipe.tracking)
+    require_peft(getattr(recipe.drafter, "lora", None))
     launch = requested()
     check_against_recipe(launch, recipe)
     if recipe.training.num_threads is not None:
@@ -127,10 +129,13 @@ def _train(
             f"{trainer.strategy.name}"
         )
 
-    def save(name: str, drafter: Drafter) -> None:
+    def save(name: str, whole: Whole) -> None:
+        lora = getattr(recipe.drafter, "lora", None)
+        if lora is not None:
+            save_adapter(folder / f"{name}-{ADAPTER}", parts.drafter, lora, whole.adapter, _base(recipe))
         save_draft(
             folder / name,
-            drafter,
+            whole.drafter,
             target=parts.target.identity.to_dict(),
             provenance={
                 **provenance,
@@ -146,16 +151,22 @@ def _train(
             listeners,
             measure=_measurement(recipe, parts),
             measure_every=recipe.evaluation.every,
-            on_best=lambda drafter: save(BEST, drafter),
+            on_best=lambda whole: save(BEST, whole),
         )
-    drafter = trainer.strategy.whole(main) if result.finished else None
-    if drafter is not None:
-        save(FINAL, drafter)
+    whole = trainer.strategy.whole(main) if result.finished else None
+    if whole is not None:
+        save(FINAL, whole)
         if not (folder / BEST).exists():
-            save(BEST, drafter)  # nothing was measured: the last draft is the best one known
+            save(BEST, whole)  # nothing was measured: the last draft is the best one known
         report.say(f"the draft is in {folder / FINAL}")
     accelerator.wait_for_everyone()
     return result
+
+
+def _base(recipe: Recipe) -> str:
+    """What a draft's adapters were trained on."""
+    drafter = recipe.drafter
+    return getattr(drafter, "warm_start", None) or getattr(drafter, "checkpoint", None) or recipe.target.model
 
 
 def _build(recipe: Recipe, report: ConsoleReporter, ranks: Ranks) -> RunParts:

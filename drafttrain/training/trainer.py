@@ -36,12 +36,12 @@ from drafttrain.training.launch import Launch
 from drafttrain.training.schedule import learning_rate
 from drafttrain.training.signals import StopRequest
 from drafttrain.training.step import TrainStep
-from drafttrain.training.strategies.base import kept_tensors
+from drafttrain.training.strategies.base import Whole, kept_tensors
 from drafttrain.training.strategies.choose import make_strategy
 from drafttrain.training.windows import DataOrder, Row, Window
 
 Resume = Literal["auto", "never"] | Path
-OnBest = Callable[[Drafter], None]
+OnBest = Callable[[Whole], None]
 
 
 class NonFiniteError(UserError):
@@ -194,7 +194,7 @@ class Trainer:
         *,
         measure: MeasureAcceptance | None = None,
         measure_every: int | None = None,
-        on_best: OnBest = lambda drafter: None,
+        on_best: OnBest = lambda whole: None,
     ) -> TrainResult:
         """Train to the end, or until SIGTERM or SIGINT.
 
@@ -315,21 +315,21 @@ class Trainer:
     def _measure(self, measure: MeasureAcceptance, listeners: Sequence[Listener], on_best: OnBest) -> None:
         main = self.accelerator.is_main_process
         self._at("measuring", 0)
-        drafter = self.strategy.whole(main or self.measure_together)
-        if drafter is not None:
-            found = measure(drafter)
+        whole = self.strategy.whole(main or self.measure_together)
+        if whole is not None:
+            found = measure(whole.drafter)
             if main:
-                self._record_measurement(found, drafter, listeners, on_best)
+                self._record_measurement(found, whole, listeners, on_best)
         self._at("waiting for the measurement", 1)
         self.accelerator.wait_for_everyone()
 
     def _record_measurement(
-        self, found: Acceptance, drafter: Drafter, listeners: Sequence[Listener], on_best: OnBest
+        self, found: Acceptance, whole: Whole, listeners: Sequence[Listener], on_best: OnBest
     ) -> None:
         best = self.state.best_tau is None or found.tau > self.state.best_tau
         if best:
             self.state.best_tau, self.state.best_step = found.tau, self.state.step
-            on_best(drafter)
+            on_best(whole)
         record = {
             "kind": "eval",
             "step": self.state.step,

@@ -42,8 +42,7 @@ def on_two_ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dic
     # Saved under one strategy, gone on with under the next; the first half of the curve is checked above.
     chain = [("replicated",), *ZERO[2:], ("fsdp2",), *ZERO[1:2]]
     jobs += [
-        job(launch, "frozen_embedding", "chain", schedule="constant", warmup=0)
-        | {"max_steps": 5 * (index + 1)}
+        job(launch, "frozen_embedding", "chain", schedule="constant", warmup=0) | {"max_steps": 5 * (index + 1)}
         for index, launch in enumerate(chain)
     ]
     (folder / "jobs.json").write_text(json.dumps(jobs))
@@ -119,7 +118,8 @@ def test_bf16_is_the_same_everywhere(on_two_ranks: dict[str, Any], launch: tuple
 @pytest.mark.slow
 def test_a_run_goes_on_under_another_strategy(on_two_ranks: dict[str, Any], tmp_path: Path) -> None:
     records = on_two_ranks["chain"]
-    whole = on_one_rank(tmp_path, "frozen_embedding", batch_rows=8, schedule="constant", warmup=0, max_steps=len(records))
-    assert len(records) >= 10
+    steps = len(records)
+    whole = on_one_rank(tmp_path, "frozen_embedding", batch_rows=8, schedule="constant", warmup=0, max_steps=steps)
+    assert steps >= 10
     for mine, other in zip(records, whole, strict=True):
         assert mine["step"] == other["step"] and math.isclose(mine["loss"], other["loss"], rel_tol=1e-3)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from drafttrain.drafters.base import DraftBatch, Drafter
+from drafttrain.drafters.lora import adapters, merged
 from drafttrain.losses.objective import ObjectiveOutput
 
 
@@ -26,16 +27,31 @@ class Snapshot:
     moments: dict[str, Tensor]
 
 
+@dataclass(frozen=True)
+class Whole:
+    """A draft to be measured or saved.
+
+    Attributes:
+        drafter: plain, adapters merged into it.
+        adapter: tensors of the adapters by their names in the draft that is trained, on the CPU; empty without them.
+    """
+
+    drafter: Drafter
+    adapter: dict[str, Tensor]
+
+
 class Strategy(ABC):
     """Trains a draft over ranks. Every method must be called by every rank, in the same order.
 
     Attributes:
         name: for messages.
+        sharded: whether the draft's weights are shards between steps.
         drafter: the draft; between steps its parameters may be shards.
         optimizer: AdamW over the trainable parameters.
     """
 
     name: str
+    sharded: bool
     drafter: Drafter
     optimizer: torch.optim.Optimizer
 
@@ -69,17 +85,23 @@ class Strategy(ABC):
     def gather(self, tensors: Mapping[str, Tensor], wanted: bool) -> dict[str, Tensor]:
         """Whole copies of the draft's tensors on the CPU, on ranks where they are `wanted`."""
 
-    def whole(self, wanted: bool) -> Drafter | None:
-        """A draft as it stands to be read, where it is `wanted`; a copy, since the one in training may be shards."""
-        state = self.gather(self.drafter.state_dict(keep_vars=True), wanted)
+    def whole(self, wanted: bool) -> Whole | None:
+        """The draft as it stands, to be read, where it is `wanted`.
+
+        It is the one in training where that is whole and has no adapters, else a copy.
+        """
+        drafter = self.drafter
+        named = dict(adapters(drafter))
+        if not self.sharded and not named:
+            return Whole(drafter, {}) if wanted else None
+        state = self.gather(drafter.state_dict(keep_vars=True), wanted)
         if not wanted:
             return None
-        drafter = self.drafter
         device = next(drafter.parameters()).device
         copy = type(drafter).from_saved(drafter.config, drafter.saved_arch(), drafter.vocab_map, device)
-        copy.load_state_dict(state)
+        copy.load_state_dict(merged(drafter, state))
         copy.bound = drafter.bound
-        return copy
+        return Whole(copy, {name: state[name] for name, _ in trainable(drafter)} if named else {})
 
 
 def kept_tensors(drafter: nn.Module) -> dict[str, Tensor]:

@@ -33,6 +33,7 @@ class FullyShardedData(Strategy):
     """
 
     name = "FSDP2"
+    sharded = True
 
     def __init__(self, accelerator: Accelerator, step: TrainStep, optimizer: torch.optim.AdamW) -> None:
         self.drafter = step.drafter

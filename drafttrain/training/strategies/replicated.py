@@ -9,7 +9,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from drafttrain.drafters.base import DraftBatch, Drafter
+from drafttrain.drafters.base import DraftBatch
 from drafttrain.losses.objective import ObjectiveOutput
 from drafttrain.training.step import TrainStep
 from drafttrain.training.strategies.base import Snapshot, Strategy, kept_tensors, on_cpu
@@ -25,6 +25,7 @@ class Replicated(Strategy):
     """
 
     name = "replicated"
+    sharded = False
 
     def __init__(self, accelerator: Accelerator, step: TrainStep, optimizer: torch.optim.Optimizer) -> None:
         self.drafter, self.optimizer = step.drafter, optimizer
@@ -66,10 +67,6 @@ class Replicated(Strategy):
     def gather(self, tensors: Mapping[str, Tensor], wanted: bool) -> dict[str, Tensor]:
         """See `Strategy`."""
         return {name: on_cpu(tensor) for name, tensor in tensors.items()} if wanted else {}
-
-    def whole(self, wanted: bool) -> Drafter | None:
-        """The draft in training itself."""
-        return self.drafter if wanted else None
 
 
 def load_weights(drafter: nn.Module, weights: Mapping[str, Tensor]) -> None:

@@ -14,7 +14,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from drafttrain.drafters.base import DraftBatch, Drafter
+from drafttrain.drafters.base import DraftBatch
 from drafttrain.losses.objective import ObjectiveOutput
 from drafttrain.training.step import LossOnly, TrainStep
 from drafttrain.training.strategies.base import Snapshot, Strategy, kept_tensors, on_cpu, trainable
@@ -32,7 +32,7 @@ class Zero(Strategy):
     """
 
     def __init__(self, accelerator: Accelerator, step: TrainStep, optimizer: torch.optim.Optimizer, stage: int) -> None:
-        self.name, self.stage = f"ZeRO-{stage}", stage
+        self.name, self.stage, self.sharded = f"ZeRO-{stage}", stage, stage == 3
         self.drafter, self.optimizer = step.drafter, optimizer
         self._ranks = accelerator.num_processes
         self._loss = LossOnly(step)
@@ -92,12 +92,6 @@ class Zero(Strategy):
         if self.stage < 3:
             self._engine.optimizer._hp_optimizer_states_linked = False
             self._engine.optimizer._lazy_init_hp_params_optimizer_state()
-
-    def whole(self, wanted: bool) -> Drafter | None:
-        """See `Strategy`; below stage 3 the draft in training itself."""
-        if self.stage == 3:
-            return super().whole(wanted)
-        return self.drafter if wanted else None
 
     def _moments(self, wanted: bool) -> dict[str, Tensor]:
         if not self.stage:
