@@ -21,9 +21,19 @@ def free_port() -> int:
 
 
 def start_ranks(
-    arguments: Sequence[str], ranks: int, environment: Mapping[str, str] | None = None, cwd: Path = ROOT
+    arguments: Sequence[str],
+    ranks: int,
+    environment: Mapping[str, str] | None = None,
+    cwd: Path = ROOT,
+    own: Mapping[int, Sequence[str]] | None = None,
+    own_cwd: Mapping[int, Path] | None = None,
 ) -> list[subprocess.Popen[str]]:
-    """One process a rank, each with `python ARGUMENTS`."""
+    """One process a rank, each with `python ARGUMENTS`.
+
+    Args:
+        own: rank -> arguments for it alone, behind the common ones.
+        own_cwd: rank -> its working directory.
+    """
     common = {
         **os.environ,
         "OMP_NUM_THREADS": "1",
@@ -35,12 +45,12 @@ def start_ranks(
     }
     return [
         subprocess.Popen(
-            [sys.executable, *arguments],
+            [sys.executable, *arguments, *(own or {}).get(rank, ())],
             env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            cwd=cwd,
+            cwd=(own_cwd or {}).get(rank, cwd),
         )
         for rank in range(ranks)
     ]

@@ -183,7 +183,7 @@ class Heartbeat:
             self.life.failed = what
             self.beat()
         else:
-            time.sleep(min(_LAST_WORDS_S, 5.0))
+            self._stopped.wait(_LAST_WORDS_S / 4)
         self._end(FAILED)
 
     def lives(self) -> list[Life]:

@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from accelerate import Accelerator
 from torch import Tensor, nn
 
@@ -34,7 +35,7 @@ class Zero(Strategy):
     def __init__(self, accelerator: Accelerator, step: TrainStep, optimizer: torch.optim.Optimizer, stage: int) -> None:
         self.name, self.stage, self.sharded = f"ZeRO-{stage}", stage, stage == 3
         self.drafter, self.optimizer = step.drafter, optimizer
-        self._ranks = accelerator.num_processes
+        self._rank, self._ranks = accelerator.process_index, accelerator.num_processes
         self._loss = LossOnly(step)
         self._engine: Any = accelerator.prepare(self._loss, optimizer)[0]
         if stage == 3:
@@ -129,7 +130,7 @@ class Zero(Strategy):
             self._load_moments(snapshot.moments)
 
     def _load_moments(self, moments: dict[str, Tensor]) -> None:
-        from deepspeed.utils import safe_set_full_optimizer_state
+        from deepspeed.utils import safe_set_full_optimizer_state, safe_set_local_optimizer_state
 
         step = next(value for key, value in moments.items() if key.endswith("/step"))
         engine = self._engine.optimizer
@@ -142,7 +143,17 @@ class Zero(Strategy):
         self._link_moments()
         for name, parameter in trainable(self.drafter):
             for key in ("exp_avg", "exp_avg_sq"):
-                safe_set_full_optimizer_state(parameter, moments[f"{name}/{key}"].to(parameter.device), key)
+                value = moments[f"{name}/{key}"].to(parameter.device)
+                if self.stage == 3:
+                    safe_set_local_optimizer_state(parameter, self._own_part(value, parameter), key)
+                else:
+                    safe_set_full_optimizer_state(parameter, value, key)
+
+    def _own_part(self, value: Tensor, parameter: Any) -> Tensor:
+        """This rank's slice of a whole tensor; the last one is padded."""
+        size = parameter.ds_tensor.numel()
+        flat = F.pad(value.flatten(), (0, size * self._ranks - value.numel()))
+        return flat.narrow(0, size * self._rank, size)
 
 
 def gathered(tensors: Sequence[Any], write: bool = False) -> AbstractContextManager[Any]:
