@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from safetensors import safe_open
 
 from drafttrain.drafters.saving import load_draft
@@ -44,7 +43,9 @@ def test_the_70b_recipe_runs_in_small_with_its_target_in_shards(world: Path) -> 
     for name, placement in (("sharded", "zero3"), ("whole", "whole")):
         runs[name] = world / f"llama70b-{name}"
         changes = {
-            "target": {"model": str(world / "target"), "dtype": "float32", "placement": placement},
+            "target.model": str(world / "target"),
+            "target.dtype": "float32",
+            "target.placement": placement,
             "data.prompts": [{"source": str(world / "conversations.jsonl")}],
             "data.answers": {"source": "given"},
             "data.held_out": 4,
