@@ -57,10 +57,7 @@ def test_the_70b_recipe_runs_in_small_with_its_target_in_shards(world: Path) -> 
             "evaluation": {"every": 2, "prompts": 3, "k": 3, "max_new_tokens": 8},
             "output_dir": str(runs[name]),
         }
-        overrides = [
-            f"{key}={yaml.safe_dump(value, default_flow_style=True).strip()}" for key, value in changes.items()
-        ]
-        overrides = [item.removesuffix("\n...") for item in overrides]
+        overrides = [f"{key}={json.dumps(value)}" for key, value in changes.items()]
         said = train(world, "recipes/eagle_llama70b.yaml", *overrides, ranks=2, launch="zero2")
         assert "ZeRO-2" in said
     sharded, whole = metrics(runs["sharded"]), metrics(runs["whole"])
