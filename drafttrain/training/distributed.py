@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
+import warnings
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -69,6 +71,9 @@ def _with_deepspeed(stage: int, clip_norm: float | None, on_cpu: bool) -> Accele
 
         # It would be compiled when ranks start, which takes minutes, and after a kill waits for ever for a lock.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    # Both talk to their own developers; what a user must know, the trainer says.
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed\.")
     if "WORLD_SIZE" not in os.environ:
         # A process that nobody launched is a world of one; DeepSpeed would look for MPI.
         os.environ.update(

@@ -13,7 +13,7 @@ from accelerate import Accelerator
 from rich.console import Console
 
 from drafttrain.drafters.saving import save_draft
-from drafttrain.errors import RecipeError, UserError
+from drafttrain.errors import AlreadyReported, RecipeError, UserError
 from drafttrain.features.sources import FeatureSource
 from drafttrain.files import exclusive
 from drafttrain.recipe.build import RunParts, build_run
@@ -183,7 +183,7 @@ def _named_by_rank(ranks: Ranks, life: Heartbeat) -> Iterator[None]:
     try:
         yield
     except UserError as error:
-        if ranks.count == 1:
+        if ranks.count == 1 or isinstance(error, AlreadyReported):
             raise
         raise UserError(error.what, where=f"{life.life.name}: {error.where or ''}", remedy=error.remedy) from error
     except RuntimeError as error:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from drafttrain.corpus.types import Sample
 from drafttrain.drafters.base import Drafter
-from drafttrain.errors import CheckpointError, DataError, UserError
+from drafttrain.errors import AlreadyReported, CheckpointError, DataError, UserError
 from drafttrain.features.layout import lay_out
 from drafttrain.features.sources import FeatureSource
 from drafttrain.losses.objective import Objective, ObjectiveOutput
@@ -237,10 +237,12 @@ class Trainer:
         if asked_to_stop:
             return False
         if not bool(counts[0] > 0):
-            raise DataError(
-                f"no token of step {self.state.step + 1} is supervised",
-                where=f"samples {_names(window.rows)}",
-                remedy="look at the loss mask with `drafttrain inspect`",
+            self._raise_on_all(
+                DataError(
+                    f"no token of step {self.state.step + 1} is supervised",
+                    where=f"samples {_names(window.rows)}",
+                    remedy="look at the loss mask with `drafttrain inspect`",
+                )
             )
         rate = learning_rate(self.state.step, self.total_steps, self.config)
         outputs = [
@@ -296,12 +298,18 @@ class Trainer:
             return
         bad = [rows for rows, loss in zip(micro, losses, strict=True) if not np.isfinite(loss)]
         rows = [row for group in bad or micro for row in group]
-        what = "loss" if bad else "gradient"
-        raise NonFiniteError(
-            f"the {what} is NaN or infinite at step {self.state.step + 1}",
+        error = NonFiniteError(
+            f"the {'loss' if bad else 'gradient'} is NaN or infinite at step {self.state.step + 1}",
             where=f"rank {self.rank}, samples {_names(rows)}",
             remedy="lower training.lr, or remove the samples named here; the last checkpoint is intact",
         )
+        if bad:
+            raise error
+        self._raise_on_all(error)
+
+    def _raise_on_all(self, error: UserError) -> None:
+        """Raise what every rank sees at this moment; one of them shows it."""
+        raise error if self.accelerator.is_main_process else AlreadyReported(error.what)
 
     def _log(self, rate: float, listeners: Sequence[Listener]) -> None:
         record = self._interval.record(self.accelerator)
