@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
+from typing import cast
 
 from safetensors.torch import save_file
 from torch import Tensor
@@ -52,7 +53,8 @@ def save_adapter(folder: Path, drafter: Drafter, config: LoraConfig, state: Mapp
             tensors[key] = state[f"{name}.parametrizations.weight.0.lora_{side}"].contiguous()
     described = PeftConfig(
         r=config.rank,
-        lora_alpha=config.alpha,
+        # Typed as an integer, and used as a number.
+        lora_alpha=cast("int", config.alpha),
         target_modules=list(config.modules),
         base_model_name_or_path=base,
         inference_mode=True,

@@ -94,7 +94,7 @@ def _with_deepspeed(stage: int, clip_norm: float | None, on_cpu: bool) -> Accele
     group = InitProcessGroupKwargs(backend="gloo" if on_cpu else "nccl", timeout=_PATIENCE)
     accelerator = Accelerator(mixed_precision="no", deepspeed_plugin=plugin, kwargs_handlers=[group])
     # Left on, transformers would build every model in shards under stage 3, copies for measuring included.
-    unset_hf_deepspeed_config()
+    unset_hf_deepspeed_config()  # type: ignore[no-untyped-call]
     return accelerator
 
 

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from drafttrain.corpus.types import Sample
 from drafttrain.drafters.base import DraftBatch
+from drafttrain.features.layout import Rows
 from drafttrain.features.sources import FeatureSource
-from drafttrain.modeling.causal_lm import CausalLMOutput
+from drafttrain.modeling.causal_lm import CausalLMOutput, find_body
 from drafttrain.modeling.kv_cache import StaticKVCache
 from drafttrain.modeling.taps import Tap
 from drafttrain.targets.config import TargetConfig
@@ -66,7 +66,8 @@ class ShardedTarget(TargetModel):
 
     def blocks_at_hand(self, blocks: Iterable[int]) -> AbstractContextManager[None]:
         """While active, the weights of `blocks` are whole on every rank."""
-        return gathered([p for block in blocks for p in self.layers[block].parameters() if not p.ds_persist])
+        weights: list[Any] = [weight for block in blocks for weight in self.layers[block].parameters()]
+        return gathered([weight for weight in weights if not weight.ds_persist])
 
 
 class TogetherFeatures:
@@ -84,7 +85,7 @@ class TogetherFeatures:
     def target_s(self, value: float) -> None:
         self._source.target_s = value
 
-    def batch(self, rows: list[list[Sample]], device: torch.device) -> DraftBatch:
+    def batch(self, rows: Rows, device: torch.device) -> DraftBatch:
         """See `FeatureSource`."""
         batch = self._source.batch(rows, device)
         self._target.join()
@@ -117,19 +118,22 @@ def _in_shards(load: Callable[[], Any], dtype: str) -> Any:
         "fp16": {"enabled": dtype == "float16"},
     }
     # While this object lives, transformers reads each weight into its shard and the whole model is nowhere.
-    sharding = HfDeepSpeedConfig(config)
+    sharding = HfDeepSpeedConfig(config)  # type: ignore[no-untyped-call]
     try:
         hf = load()
     finally:
         del sharding
-        unset_hf_deepspeed_config()
+        unset_hf_deepspeed_config()  # type: ignore[no-untyped-call]
     hf.requires_grad_(False).eval()
-    deepspeed.initialize(model=hf, config=config)
+    # The body and not the whole: DeepSpeed learns the order of its gathers from the module that is called each time.
+    deepspeed.initialize(model=find_body(hf), config=config)
     hf.eval()
     ends = [module.weight for module in (hf.get_input_embeddings(), hf.get_output_embeddings()) if module is not None]
     norms = [parameter for parameter in hf.parameters() if len(parameter.ds_shape) == 1]
     kept = list({id(parameter): parameter for parameter in [*ends, *norms]}.values())
     for parameter in kept:
         parameter.ds_persist = True
+        # Until DeepSpeed knows that order it releases what a module had, unless some module still uses it.
+        parameter.ds_active_sub_modules.add("kept whole")
     kept[0].all_gather(param_list=kept)
     return hf

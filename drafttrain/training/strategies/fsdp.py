@@ -56,7 +56,8 @@ class FullyShardedData(Strategy):
         loss = self._loss(batch, counts)
         # FSDP divides by the ranks; the counts are global already.
         (loss * self._ranks).backward()
-        return self._loss.take()
+        output: ObjectiveOutput = self._loss.take()
+        return output
 
     def update(self, rate: float, limit: float | None) -> float:
         """See `Strategy`."""
