@@ -74,6 +74,7 @@ def train_recipe(recipe: Recipe, resume: Resume, console: Console) -> TrainResul
             tell=lambda message: Console(stderr=True, soft_wrap=True).print(f"error: {message}", style="red"),
         )
         held.enter_context(life)
+        held.enter_context(_blaming(ranks, life))
         return _train(recipe, resume, console, launch, accelerator, ranks, life)
 
 
@@ -146,7 +147,7 @@ def _train(
             replace=True,
         )
 
-    with _named_by_rank(ranks, life):
+    with _named_by_rank(life):
         result = trainer.fit(
             listeners,
             measure=_measurement(recipe, parts),
@@ -178,14 +179,22 @@ def _build(recipe: Recipe, report: ConsoleReporter, ranks: Ranks) -> RunParts:
 
 
 @contextmanager
-def _named_by_rank(ranks: Ranks, life: Heartbeat) -> Iterator[None]:
-    """Have an error of one rank say which; where a collective broke off, let the rank speak that is to blame."""
+def _named_by_rank(life: Heartbeat) -> Iterator[None]:
+    """Have an error that one rank runs into while it trains say which."""
     try:
         yield
     except UserError as error:
-        if ranks.count == 1 or isinstance(error, AlreadyReported):
+        if life.count == 1 or isinstance(error, AlreadyReported):
             raise
-        raise UserError(error.what, where=f"{life.life.name}: {error.where or ''}", remedy=error.remedy) from error
+        where = ": ".join(part for part in (life.life.name, error.where) if part)
+        raise UserError(error.what, where=where, remedy=error.remedy) from error
+
+
+@contextmanager
+def _blaming(ranks: Ranks, life: Heartbeat) -> Iterator[None]:
+    """Where a collective breaks off, let the rank speak that is to blame, and end."""
+    try:
+        yield
     except RuntimeError as error:
         if ranks.count > 1 and _broke_off(error):
             life.peer_failed()
