@@ -56,7 +56,7 @@ def start_ranks(
     ]
 
 
-def finish(processes: Sequence[subprocess.Popen[str]], timeout: float = 280) -> list[tuple[int, str]]:
+def finish(processes: Sequence[subprocess.Popen[str]], timeout: float = 800) -> list[tuple[int, str]]:
     """(exit status, output) of each rank; all are killed when the time is over."""
     try:
         return [_end(process, timeout) for process in processes]

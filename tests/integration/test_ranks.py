@@ -20,7 +20,7 @@ from tests.tiny_world import environment, make_world, metrics, recipe, train
 TRAIN = str(ROOT / "drafttrain/train.py")
 QUIET: dict[str, Any] = {"every": None, "prompts": 0}
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 @pytest.fixture(scope="module")

@@ -26,6 +26,7 @@ NAMES = {launch: "-".join(map(str, launch)) for launch in PLAIN + [("zero", stag
 SHAPE = {"batch_rows": 2, "accumulation": 2}
 HALF = 15
 
+pytestmark = pytest.mark.timeout(900)
 needs_deepspeed = pytest.mark.skipif(not ZERO, reason="needs DeepSpeed (pip install drafttrain[deepspeed])")
 
 
