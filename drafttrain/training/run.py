@@ -154,6 +154,8 @@ def _train(
             measure_every=recipe.evaluation.every,
             on_best=lambda whole: save(BEST, whole),
         )
+    if not result.finished:
+        report.say(f"stopped and saved after step {result.state.step}; the same command goes on from there")
     whole = trainer.strategy.whole(main) if result.finished else None
     if whole is not None:
         save(FINAL, whole)
