@@ -59,6 +59,12 @@ def make_accelerator(launch: Launch | None = None, clip_norm: float | None = Non
         ]
         # The recipe decides on the precision, and the trained module applies it.
         accelerator = Accelerator(mixed_precision="no", cpu=on_cpu, kwargs_handlers=handlers)
+    if launch.kind == "fsdp2" and not dist.is_initialized():
+        raise UserError(
+            "FSDP2 shards over ranks, and this process was started alone",
+            where="ACCELERATE_USE_FSDP",
+            remedy="start it with `accelerate launch` or `torchrun`, or leave the variable out",
+        )
     asked = int(os.environ.get("WORLD_SIZE", "0")) or processes_asked(_parent_command())
     check_as_asked(asked, accelerator.num_processes, accelerator.distributed_type, launch)
     return accelerator
