@@ -18,9 +18,7 @@ from drafttrain.drafters.build import build_drafter, init_from_target
 from drafttrain.drafters.eagle.config import Eagle1Config, Eagle3Config
 from drafttrain.drafters.lm.config import DraftLMConfig
 from drafttrain.drafters.medusa.config import MedusaConfig
-from drafttrain.features.config import FeaturesConfig
-from drafttrain.features.sources import FeatureSource, OnlineFeatures, build_store, open_store, taps_with_final
-from drafttrain.features.store import StoreIdentity
+from drafttrain.features.sources import OnlineFeatures
 from drafttrain.losses.config import LossConfig
 from drafttrain.losses.objective import Objective
 from drafttrain.recipe.training_config import TrainingConfig
@@ -51,13 +49,10 @@ class Recorder:
         pass
 
 
-def make_trainer(
-    folder: Path, launch: Launch, family: str, documents: int = 12, store: Path | None = None, **values: Any
-) -> Trainer:
+def make_trainer(folder: Path, launch: Launch, family: str, documents: int = 12, **values: Any) -> Trainer:
     """A trainer over `documents` random documents.
 
     Args:
-        store: folder of a feature store to build and read; default: features as they are needed.
         values: of `TrainingConfig`.
     """
     # A launch has one strategy; here many follow each other.
@@ -84,26 +79,11 @@ def make_trainer(
     torch.manual_seed(3)
     drafter = build_drafter(FAMILIES[family], target.config)
     init_from_target(drafter, target)
-    data = samples(documents)
-    source: FeatureSource = OnlineFeatures(target, drafter.feature_spec, batch_tokens=64)
-    if store is not None:
-        identity = StoreIdentity(
-            target="tiny",
-            weights_hash="a" * 64,
-            tokenizer_hash="b" * 64,
-            template_hash="c" * 64,
-            taps=tuple(str(tap) for tap in taps_with_final(drafter.feature_spec)),
-            hidden_size=target.hidden_size,
-            dtype="float32",
-            compute_dtype="float32",
-        )
-        build_store(store, identity, target, data, FeaturesConfig(source="offline", batch_tokens=64))
-        source = open_store(store, identity, data)
     parts = TrainParts(
         drafter=drafter,
         objective=Objective(LossConfig()),
-        source=source,
-        samples=data,
+        source=OnlineFeatures(target, drafter.feature_spec, batch_tokens=64),
+        samples=samples(documents),
         target_head=target.head(),
     )
     return Trainer(accelerator, config, parts, folder, seed=0, fingerprint={}, launch=launch)

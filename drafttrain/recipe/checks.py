@@ -92,7 +92,7 @@ def _sharded_targets_only_train(target: TargetConfig, data: DataConfig, features
     if target.placement == "whole":
         return
     where = ("target", "placement")
-    if features.source == "offline":
+    if features.source != "online":
         yield Problem(where, "a target in shards computes features as they are needed: use features.source 'online'")
     if data.path is None and data.answers.source == "target":
         yield Problem(
