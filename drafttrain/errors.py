@@ -50,3 +50,7 @@ class RequestError(EngineError):
     def __init__(self, request: str, what: str, *, remedy: str | None = None) -> None:
         super().__init__(what, remedy=remedy)
         self.request = request
+
+
+class AlreadyReported(UserError):
+    """Another process of this run shows the same error; this one ends with the same status and says nothing."""

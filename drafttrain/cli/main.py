@@ -26,7 +26,7 @@ from drafttrain.cli import (
     regenerate,
     train,
 )
-from drafttrain.errors import UserError
+from drafttrain.errors import AlreadyReported, UserError
 
 # One module a command, in the order of the work. A module has `register(subparsers)`, which sets the parser's
 # default `run` to a function of the parsed arguments; it imports nothing heavy before that is called.
@@ -86,6 +86,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parsed.overrides = [*parsed.overrides, *behind]
     try:
         return int(parsed.run(parsed) or 0)
+    except AlreadyReported:
+        return 2
     except UserError as error:
         _print_error(error)
         return 2

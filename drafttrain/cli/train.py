@@ -39,8 +39,5 @@ def run(arguments: argparse.Namespace) -> int:
 
     from drafttrain.training.run import resume_from, train_recipe
 
-    console = Console()
-    result = train_recipe(recipe, resume_from(arguments.resume), console)
-    if not result.finished:
-        console.print(f"stopped and saved after step {result.state.step}; the same command goes on from there")
+    result = train_recipe(recipe, resume_from(arguments.resume), Console())
     return 0 if result.finished else STOPPED

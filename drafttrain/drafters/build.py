@@ -10,6 +10,8 @@ from torch import Tensor
 
 from drafttrain.drafters.base import Drafter
 from drafttrain.drafters.eagle.config import Eagle3Config
+from drafttrain.drafters.lm.config import DraftLMConfig
+from drafttrain.drafters.medusa.config import MedusaConfig
 from drafttrain.drafters.registry import DrafterConfig, drafter_class
 from drafttrain.modeling.causal_lm import CausalLM
 from drafttrain.modeling.vocab_map import VocabMap
@@ -42,6 +44,16 @@ def init_from_target(drafter: Drafter, target: CausalLM) -> None:
     """Copy from the target what the config says, and bind the draft to its embedding and head."""
     drafter.init_from_target(target)
     drafter.bind(target.embedding_weight, target.head())
+
+
+def blocks_read(config: DrafterConfig, n_layers: int) -> tuple[int, ...]:
+    """Blocks of a target with `n_layers` that `init_from_target` copies from."""
+    if isinstance(config, DraftLMConfig):
+        return config.layers_for(n_layers) if config.init == "target_layers" else ()
+    if isinstance(config, MedusaConfig):
+        return ()
+    block = config.init_block(n_layers)
+    return () if block is None else (block,)
 
 
 def new_vocab_map(

@@ -46,7 +46,7 @@ class CausalLM(nn.Module):
         self.config = hf.config.get_text_config()
         hf.set_attn_implementation(ATTENTION_NAME)
         # Views into `hf`, not submodules of their own: the state dict must hold every tensor once.
-        body = _find_body(hf)
+        body = find_body(hf)
         vars(self).update(body=body, layers=body.layers, norm=_find_norm(body))
         self.n_layers = len(self.layers)
         self.hidden_size: int = self.config.hidden_size
@@ -232,7 +232,12 @@ class CausalLM(nn.Module):
             )
 
 
-def _find_body(hf: Any) -> Any:
+def find_body(hf: Any) -> Any:
+    """The part of a Hugging Face causal LM that holds embedding, blocks and final norm.
+
+    Raises:
+        TargetError: none is recognised.
+    """
     body = getattr(hf, hf.base_model_prefix, hf)
     for name in ("language_model", "text_model", "decoder"):
         body = getattr(body, name, body)

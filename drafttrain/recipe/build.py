@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -14,9 +14,10 @@ from drafttrain.corpus.chat import ChatRenderer
 from drafttrain.corpus.dataset import Corpus, build_corpus, split_held_out, token_counts
 from drafttrain.corpus.types import Conversation, Sample
 from drafttrain.drafters.base import Drafter
-from drafttrain.drafters.build import build_drafter, init_from_target, new_vocab_map
+from drafttrain.drafters.build import blocks_read, build_drafter, init_from_target, new_vocab_map
 from drafttrain.drafters.eagle.eagle3 import Eagle3Drafter
 from drafttrain.drafters.eagle.widen import widen_vocab
+from drafttrain.drafters.lora import add_lora
 from drafttrain.drafters.saving import check_target, warm_start
 from drafttrain.errors import RecipeError, UserError
 from drafttrain.features.sources import (
@@ -32,8 +33,12 @@ from drafttrain.losses.objective import Objective
 from drafttrain.modeling.vocab_map import VocabMap
 from drafttrain.recipe.conversations import InProcess, data_hashes, prepare_conversations, what_was_left_out
 from drafttrain.recipe.schema import Recipe
+from drafttrain.targets.config import TargetConfig
 from drafttrain.targets.load import load_target
 from drafttrain.targets.model import TargetModel
+
+Data = tuple[Corpus, list[Conversation]]
+"""Training samples, and the conversations held out of them."""
 
 
 class Reporter(Protocol):
@@ -84,19 +89,28 @@ class RunParts:
         }
 
 
-def build_run(recipe: Recipe, report: Reporter) -> RunParts:
+def build_run(
+    recipe: Recipe,
+    report: Reporter,
+    load: Callable[[TargetConfig], TargetModel] = load_target,
+    data_first: Callable[[Callable[[], Data]], Data] = lambda work: work(),
+) -> RunParts:
     """Run all stages before training: target, prompts, answers, samples, draft, features.
+
+    Args:
+        load: gives the target.
+        data_first: runs the stage of the data; several processes let one write it before the others read it.
 
     Raises:
         UserError: whatever a stage cannot use; what stages before left stays.
     """
     report.say(f"loading the target {recipe.target.model} ({recipe.target.dtype})")
-    target = load_target(recipe.target)
+    target = load(recipe.target)
     # The engine would do it at its first use; before that, the target rounds otherwise, and a run that resumes
     # after its answers or a measurement would not see the features of an unbroken one.
     target.prepare_for_inference()
     chat = ChatRenderer(target.tokenizer, recipe.data.template_kwargs, target.stop_ids)
-    corpus, held_out = prepare_corpus(recipe, target, chat, report)
+    corpus, held_out = data_first(lambda: prepare_corpus(recipe, target, chat, report))
     drafter, coverage = prepare_drafter(recipe, target, chat, corpus.samples)
     trainable = sum(p.numel() for p in drafter.parameters() if p.requires_grad)
     report.say(
@@ -117,9 +131,7 @@ def build_run(recipe: Recipe, report: Reporter) -> RunParts:
     )
 
 
-def prepare_corpus(
-    recipe: Recipe, target: TargetModel, chat: ChatRenderer, report: Reporter
-) -> tuple[Corpus, list[Conversation]]:
+def prepare_corpus(recipe: Recipe, target: TargetModel, chat: ChatRenderer, report: Reporter) -> Data:
     """Training samples, and the conversations held out of them."""
     data = recipe.data
 
@@ -165,7 +177,11 @@ def prepare_drafter(
         else:
             vocab_map = _fresh_map(recipe, target, chat, samples, counts)
             drafter = build_drafter(recipe.drafter, target.config, vocab_map, target.device)
-            init_from_target(drafter, target)
+            with target.blocks_at_hand(blocks_read(recipe.drafter, target.n_layers)):
+                init_from_target(drafter, target)
+        lora = getattr(recipe.drafter, "lora", None)
+        if lora is not None:
+            add_lora(drafter, lora)
     except ValueError as error:
         raise RecipeError(str(error), where="drafter") from None
     return drafter, drafter.vocab_map.to("cpu").coverage(counts)

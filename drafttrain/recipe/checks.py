@@ -17,6 +17,7 @@ from drafttrain.features.config import FeaturesConfig
 from drafttrain.losses.config import LossConfig
 from drafttrain.recipe.problems import Problem
 from drafttrain.recipe.training_config import EvaluationConfig, TrainingConfig
+from drafttrain.targets.config import TargetConfig
 
 AnyDrafter = Eagle3Config | Eagle1Config | MedusaConfig | DraftLMConfig
 
@@ -87,6 +88,24 @@ def _stores_hold_what_is_read(drafter: AnyDrafter, features: FeaturesConfig) -> 
         )
 
 
+def _sharded_targets_only_train(target: TargetConfig, data: DataConfig, features: FeaturesConfig) -> Iterator[Problem]:
+    if target.placement == "whole":
+        return
+    where = ("target", "placement")
+    if features.source != "online":
+        yield Problem(where, "a target in shards computes features as they are needed: use features.source 'online'")
+    if data.path is None and data.answers.source == "target":
+        yield Problem(
+            where,
+            "a target in shards does not write answers: let a server write them (data.answers.source: server), "
+            "or name finished conversations (data.path)",
+        )
+    if data.path is None and any(source.source == "self" for source in data.prompts):
+        yield Problem(where, "a target in shards does not write prompts: write them first with `drafttrain prompts`")
+    if target.device != "auto":
+        yield Problem(("target", "device"), "a target in shards lies on all ranks' devices: device must be 'auto'")
+
+
 _CHECKS = (
     _samples_fit_rows,
     _answers_fit_samples,
@@ -95,4 +114,5 @@ _CHECKS = (
     _drafts_are_deep_enough,
     _terms_have_inputs,
     _stores_hold_what_is_read,
+    _sharded_targets_only_train,
 )

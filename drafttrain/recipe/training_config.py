@@ -36,6 +36,8 @@ class TrainingConfig(Config):
         keep: checkpoints kept beside the best one.
         packing: put several samples in one row, each attending to itself alone.
         num_threads: CPU threads of torch, None for its own choice.
+        patience_s: seconds without progress after which a run of several ranks is ended with the name of the rank
+            that hangs; a measurement or a checkpoint must not take longer. None waits for ever.
     """
 
     epochs: float | None = Field(None, gt=0)
@@ -59,6 +61,7 @@ class TrainingConfig(Config):
     keep: int = Field(2, ge=1)
     packing: bool = True
     num_threads: int | None = Field(None, ge=1)
+    patience_s: float | None = Field(3600.0, gt=0)
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,8 +29,20 @@ class _Place:
     folder: Path | None
 
 
-def load_target(config: TargetConfig) -> TargetModel:
+Build = Callable[[Callable[[], Any], torch.device], Any]
+"""(loads the Hugging Face model, device) -> that model, ready to run."""
+
+
+def load_target(
+    config: TargetConfig,
+    build: Build | None = None,
+    wrap: Callable[[Any, Any, TargetIdentity], TargetModel] = TargetModel,
+) -> TargetModel:
     """Load weights and tokenizer, frozen, on the device asked for.
+
+    Args:
+        build: calls the loader it is given and places what that gives; default: whole, on the device.
+        wrap: makes the target of model, tokenizer and identity.
 
     Raises:
         TargetError: not found, unreadable, an unsupported architecture, remote code without leave, or a forward
@@ -47,11 +60,14 @@ def load_target(config: TargetConfig) -> TargetModel:
         # Without it the weights stay packed: slow forwards, and nothing can be saved.
         options["quantization_config"] = GgufConfig(dequantize=True)
     with _explained(config, "weights"), no_bars():
-        hf: Any = AutoModelForCausalLM.from_pretrained(place.source, **options)
-    hf.to(device)
+        hf: Any = (build or _whole)(lambda: AutoModelForCausalLM.from_pretrained(place.source, **options), device)
     rows = int(hf.get_input_embeddings().weight.shape[0])
     identity = _identity(config, place, tokenizer, hf.config.get_text_config(), rows)
-    return TargetModel(hf, tokenizer, identity)
+    return wrap(hf, tokenizer, identity)
+
+
+def _whole(load: Callable[[], Any], device: torch.device) -> Any:
+    return load().to(device)
 
 
 def load_identity(config: TargetConfig) -> TargetIdentity:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -34,6 +36,10 @@ class TargetModel(CausalLM):
     def train(self, mode: bool = True) -> TargetModel:
         """A frozen target stays in eval mode."""
         return super().train(False)
+
+    def blocks_at_hand(self, blocks: Iterable[int]) -> AbstractContextManager[None]:
+        """While active, the weights of `blocks` can be read; here they always can."""
+        return nullcontext()
 
     @torch.inference_mode()
     def _prove_forward(self) -> None:

@@ -23,7 +23,6 @@ class EngineMeasurement:
 
     Args:
         target: as it serves.
-        drafter: in training; a copy in the target's dtype is measured.
         prompts: token ids of each prompt.
         config: draft tokens a round, length and batch size.
     """
@@ -31,27 +30,26 @@ class EngineMeasurement:
     def __init__(
         self,
         target: TargetModel,
-        drafter: Drafter,
         prompts: Sequence[list[int]],
         config: EvaluationConfig,
         stop_ids: frozenset[int],
     ) -> None:
-        self.target, self.drafter, self.config = target, drafter, config
+        self.target, self.config = target, config
         self.requests = [
             Request(str(index), ids, config.max_new_tokens, stop_ids=stop_ids) for index, ids in enumerate(prompts)
         ]
 
-    def __call__(self) -> Acceptance:
-        """Measure the draft as it stands."""
+    def __call__(self, drafter: Drafter) -> Acceptance:
+        """Measure a whole draft: a copy of it in the target's dtype."""
         began = time.perf_counter()
         config = self.config
         with torch.no_grad():
-            proposer = build_proposer(serving_copy(self.drafter, self.target.dtype))
+            proposer = build_proposer(serving_copy(drafter, self.target.dtype))
         longest = max(len(request.prompt_ids) for request in self.requests) + config.max_new_tokens
         engine = Engine(
             self.target,
             proposer,
-            k=min(config.k, self.drafter.max_depth) if self.drafter.family == "medusa" else config.k,
+            k=min(config.k, drafter.max_depth) if drafter.family == "medusa" else config.k,
             max_batch=min(config.batch_size, len(self.requests)),
             max_length=longest,
         )

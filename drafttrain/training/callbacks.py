@@ -8,6 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
+from drafttrain.drafters.base import Drafter
 from drafttrain.errors import UserError
 from drafttrain.recipe.training_config import TrackingConfig
 
@@ -43,8 +44,8 @@ class Acceptance:
     seconds: float
 
 
-MeasureAcceptance = Callable[[], Acceptance]
-"""Measures the draft as it stands; must leave its parameters and training mode as they were."""
+MeasureAcceptance = Callable[[Drafter], Acceptance]
+"""Measures a draft; must leave its parameters and training mode as they were."""
 
 
 def require_tracker(config: TrackingConfig) -> None:

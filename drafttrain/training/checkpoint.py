@@ -1,11 +1,12 @@
 """Checkpoints: folders that are whole or absent, found again by step, read without unpickling.
 
-    checkpoints/step-00000120/model.safetensors       the draft's state dict, fp32 master weights
+    checkpoints/step-00000120/model.safetensors       what is trained: fp32 master weights, and buffers
     checkpoints/step-00000120/optimizer.safetensors   Adam's moments by parameter name
     checkpoints/step-00000120/checkpoint.json         training state, fingerprint, size and SHA-256 of both files
 
-The frozen target is not part of a draft's state dict, so it is never written. The noise of a step is seeded by
-(seed, step, rank), so the data position is all the state that random numbers have.
+Tensors are whole on every backend, so a run goes on with another number of ranks or another ZeRO stage. Frozen
+weights, the target's and the draft's, are never written. The noise of a step is seeded by (seed, step, rank), so the
+data position is all the state that random numbers have.
 """
 
 from __future__ import annotations
@@ -21,12 +22,15 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from drafttrain.errors import CheckpointError, UserError
 from drafttrain.files import atomic_folder, read_json, require_free_space, sha256_file, write_json
+from drafttrain.training.strategies.base import Snapshot
 
 SCHEMA = 1
+WEIGHTS, MOMENTS = "model.safetensors", "optimizer.safetensors"
+_SPARE = 16 << 20
 _NAME = re.compile(r"step-(\d{8})")
 
 
@@ -39,6 +43,7 @@ class TrainState:
         epoch, row: data position: rows done of the current epoch.
         tokens: tokens trained on, padding left out.
         best_tau: best acceptance length measured so far, and the step of it.
+        rows_per_step: rows of one optimiser step over all ranks; None before the first.
         interval: sums since the last line of the metrics log.
     """
 
@@ -48,14 +53,15 @@ class TrainState:
     tokens: int = 0
     best_tau: float | None = None
     best_step: int | None = None
+    rows_per_step: int | None = None
     interval: dict[str, Any] = field(default_factory=dict)
 
 
 def save_checkpoint(
     folder: Path,
     state: TrainState,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    snapshot: Snapshot,
+    expected: Mapping[str, torch.Size],
     fingerprint: Mapping[str, Any],
     keep: int,
 ) -> Path:
@@ -64,34 +70,47 @@ def save_checkpoint(
     Args:
         folder: `checkpoints/` of the run.
         state: training state.
-        model: the draft; its state dict is written.
-        optimizer: AdamW over the draft's parameters.
+        snapshot: whole weights and moments.
+        expected: names and shapes of what is trained: the weights must be exactly these.
         fingerprint: JSON values that a run resuming from here must share.
         keep: newest checkpoints to leave.
+
+    Raises:
+        CheckpointError: it cannot be written; the older ones are whole.
+        RuntimeError: the weights are not what is trained: shards, or frozen ones among them.
     """
+    _assert_keys(snapshot, expected)
     final = folder / f"step-{state.step:08d}"
     folder.mkdir(parents=True, exist_ok=True)
     for left_over in folder.glob(".step-*.part"):
         shutil.rmtree(left_over, ignore_errors=True)
-    weights = _contiguous(model.state_dict())
-    moments = _contiguous(optimizer_tensors(model, optimizer))
-    require_free_space(folder, sum(t.nbytes for part in (weights, moments) for t in part.values()) + (16 << 20))
-    if final.exists():
-        # Only a damaged folder of the same step can stand here: resuming found it unusable.
-        shutil.rmtree(final)
+    parts = {WEIGHTS: snapshot.weights, MOMENTS: snapshot.moments}
     meta = {"schema": SCHEMA, "state": asdict(state), "fingerprint": dict(fingerprint)}
     try:
+        require_free_space(folder, sum(t.nbytes for part in parts.values() for t in part.values()) + _SPARE)
+        if final.exists():
+            # Only a damaged folder of the same step can stand here: resuming found it unusable.
+            shutil.rmtree(final)
         with atomic_folder(final) as partial:
-            _write(partial, {"model.safetensors": weights, "optimizer.safetensors": moments}, meta)
-    except (OSError, SafetensorError) as error:
+            _write(partial, parts, meta)
+            _sync(partial)
+        _sync(folder)
+    except (OSError, SafetensorError, UserError) as error:
         raise CheckpointError(
             f"cannot be written: {error}",
             where=final,
             remedy="the checkpoints before are whole: free some space and run the same command again",
         ) from error
-    for old in sorted(path for path in folder.iterdir() if _NAME.fullmatch(path.name))[:-keep]:
+    for old in _by_age(folder)[:-keep]:
         shutil.rmtree(old)
     return final
+
+
+def _assert_keys(snapshot: Snapshot, expected: Mapping[str, torch.Size]) -> None:
+    found = {name: tensor.shape for name, tensor in snapshot.weights.items()}
+    if found != dict(expected):
+        wrong = sorted(name for name in found.keys() | expected.keys() if found.get(name) != expected.get(name))
+        raise RuntimeError(f"a checkpoint must hold exactly what is trained, whole; not so: {wrong[:5]}")
 
 
 def _write(folder: Path, parts: Mapping[str, dict[str, Tensor]], meta: dict[str, Any]) -> None:
@@ -104,9 +123,12 @@ def _write(folder: Path, parts: Mapping[str, dict[str, Tensor]], meta: dict[str,
 
 
 def load_checkpoint(
-    path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, fingerprint: Mapping[str, Any]
-) -> TrainState:
-    """Put weights and optimiser state back and return the training state.
+    path: Path, expected: Mapping[str, torch.Size], fingerprint: Mapping[str, Any]
+) -> tuple[TrainState, Snapshot]:
+    """Read a checkpoint.
+
+    Args:
+        expected: names and shapes of what is trained.
 
     Raises:
         CheckpointError: damaged, of another draft, or of a run whose data or seed differ; names what.
@@ -123,18 +145,20 @@ def load_checkpoint(
             where=path,
             remedy="give the run another name, or train with --resume never",
         )
-    weights = load_file(path / "model.safetensors")
-    _same_tensors(path, "weights", weights, model.state_dict())
-    model.load_state_dict(weights)
-    _load_optimizer(path, model, optimizer)
-    return TrainState(**meta["state"])
+    weights = load_file(path / WEIGHTS)
+    _same_tensors(path, "weights", {name: tensor.shape for name, tensor in weights.items()}, expected)
+    moments = load_file(path / MOMENTS)
+    unknown = sorted({key.rpartition("/")[0] for key in moments} - expected.keys())
+    if unknown:
+        raise CheckpointError(f"the optimiser state has {unknown[0]}, the draft does not", where=path)
+    return TrainState(**meta["state"]), Snapshot(weights, moments)
 
 
 def newest_whole(folder: Path, warn: Callable[[str], None]) -> Path | None:
     """The newest checkpoint that is whole; damaged ones are skipped with a warning, half-written ones ignored."""
     if not folder.is_dir():
         return None
-    for path in sorted((p for p in folder.iterdir() if _NAME.fullmatch(p.name)), reverse=True):
+    for path in reversed(_by_age(folder)):
         try:
             check_whole(path)
         except CheckpointError as error:
@@ -167,37 +191,13 @@ def check_whole(path: Path) -> dict[str, Any]:
     return meta
 
 
-def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """`<parameter name>/<key>` -> tensor, for everything the optimiser keeps."""
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    return {
-        f"{names[id(parameter)]}/{key}": value if isinstance(value, Tensor) else torch.tensor(value)
-        for parameter, entries in optimizer.state.items()
-        for key, value in entries.items()
-    }
+def _by_age(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.iterdir() if _NAME.fullmatch(path.name))
 
 
-def _load_optimizer(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    stored = load_file(path / "optimizer.safetensors")
-    parameters = dict(model.named_parameters())
-    optimizer.state.clear()
-    for key, value in stored.items():
-        name, _, entry = key.rpartition("/")
-        if name not in parameters:
-            raise CheckpointError(f"the optimiser state has {name}, the draft does not", where=path)
-        # Adam's step counter stays where torch keeps it; moments follow their parameter.
-        parameter = parameters[name]
-        moved = value if value.dim() == 0 and not _fused_on_gpu(optimizer) else value.to(parameter.device)
-        optimizer.state[parameter][entry] = moved
-
-
-def _fused_on_gpu(optimizer: torch.optim.Optimizer) -> bool:
-    return any(group.get("fused") and group["params"][0].is_cuda for group in optimizer.param_groups)
-
-
-def _same_tensors(path: Path, what: str, found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> None:
+def _same_tensors(path: Path, what: str, found: Mapping[str, torch.Size], wanted: Mapping[str, torch.Size]) -> None:
     missing, unknown = sorted(wanted.keys() - found.keys()), sorted(found.keys() - wanted.keys())
-    shapes = [key for key in wanted.keys() & found.keys() if wanted[key].shape != found[key].shape]
+    shapes = [key for key in wanted.keys() & found.keys() if wanted[key] != found[key]]
     if missing or unknown or shapes:
         raise CheckpointError(
             f"the checkpoint's {what} are of another draft: missing {missing[:3]}, unknown {unknown[:3]}, "
@@ -207,14 +207,13 @@ def _same_tensors(path: Path, what: str, found: Mapping[str, Tensor], wanted: Ma
         )
 
 
-def _contiguous(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    # A copy each: safetensors refuses tensors that share memory.
-    return {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
-
-
 def _sync(path: Path) -> None:
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
+    """Have the disk hold a file, or the names in a folder, before anything is built on it."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 def set_aside(folder: Path) -> Path | None:

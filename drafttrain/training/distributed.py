@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import socket
+import warnings
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import TypeVar
 
 import torch
+import torch.distributed as dist
 import yaml
 from accelerate import Accelerator
 from accelerate.utils import (
+    DeepSpeedPlugin,
     DistributedDataParallelKwargs,
     DistributedType,
     InitProcessGroupKwargs,
@@ -20,32 +25,108 @@ from accelerate.utils import (
 from torch import Tensor
 
 from drafttrain.errors import UserError
+from drafttrain.training.launch import Launch, requested
 
 T = TypeVar("T")
 
-_PARALLEL = {DistributedType.MULTI_CPU, DistributedType.MULTI_GPU}
+_PLAIN = {DistributedType.MULTI_CPU, DistributedType.MULTI_GPU}
+_PARALLEL = {"replicated": _PLAIN, "fsdp2": {*_PLAIN, DistributedType.FSDP}, "zero": {DistributedType.DEEPSPEED}}
+_DEFAULT = Launch()
 # The main rank may generate all answers while the others wait.
 _PATIENCE = timedelta(days=2)
 
 
-def make_accelerator() -> Accelerator:
+def make_accelerator(launch: Launch | None = None, clip_norm: float | None = None) -> Accelerator:
     """Join the processes that `accelerate launch` or `torchrun` started; one process without them.
 
+    Args:
+        launch: what was asked for; default: read from the environment.
+        clip_norm: largest gradient norm, for DeepSpeed's config.
+
     Raises:
-        UserError: the launcher asked for something else than what accelerate set up, or for ZeRO or FSDP.
+        UserError: the launcher asked for something else than what accelerate set up, or its port is taken.
     """
-    _refuse_sharding()
-    accelerator = Accelerator(
-        mixed_precision="no",  # the recipe decides, and the trained module applies it
-        cpu=not torch.cuda.is_available(),
-        kwargs_handlers=[
+    launch = launch or requested()
+    on_cpu = not torch.cuda.is_available()
+    if not dist.is_initialized():
+        _require_free_port()
+    if launch.kind == "zero":
+        accelerator = _with_deepspeed(launch.stage, clip_norm, on_cpu)
+    else:
+        handlers = [
             InitProcessGroupKwargs(timeout=_PATIENCE),
             DistributedDataParallelKwargs(broadcast_buffers=False),
-        ],
-    )
+        ]
+        # The recipe decides on the precision, and the trained module applies it.
+        accelerator = Accelerator(mixed_precision="no", cpu=on_cpu, kwargs_handlers=handlers)
+    if launch.kind == "fsdp2" and not dist.is_initialized():
+        raise UserError(
+            "FSDP2 shards over ranks, and this process was started alone",
+            where="ACCELERATE_USE_FSDP",
+            remedy="start it with `accelerate launch` or `torchrun`, or leave the variable out",
+        )
     asked = int(os.environ.get("WORLD_SIZE", "0")) or processes_asked(_parent_command())
-    check_as_asked(asked, accelerator.num_processes, accelerator.distributed_type)
+    check_as_asked(asked, accelerator.num_processes, accelerator.distributed_type, launch)
     return accelerator
+
+
+def _with_deepspeed(stage: int, clip_norm: float | None, on_cpu: bool) -> Accelerator:
+    if on_cpu:
+        os.environ["DS_ACCELERATOR"] = "cpu"
+        import deepspeed.ops
+
+        # It would be compiled when ranks start, which takes minutes, and after a kill waits for ever for a lock.
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    # Both talk to their own developers; what a user must know, the trainer says.
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed\.")
+    if "WORLD_SIZE" not in os.environ:
+        # A process that nobody launched is a world of one; DeepSpeed would look for MPI.
+        os.environ.update(
+            RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(_free_port())
+        )
+    from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+
+    config = {
+        # The trainer says where a step ends; these only have to be there.
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": clip_norm if stage and clip_norm is not None else 0.0,
+        "zero_optimization": {"stage": stage},
+        "zero_allow_untested_optimizer": True,
+    }
+    plugin = DeepSpeedPlugin(hf_ds_config=config, gradient_accumulation_steps=1, zero3_init_flag=False)
+    # No `cpu=True`: it would turn ZeRO into plain DDP without a word.
+    group = InitProcessGroupKwargs(backend="gloo" if on_cpu else "nccl", timeout=_PATIENCE)
+    accelerator = Accelerator(mixed_precision="no", deepspeed_plugin=plugin, kwargs_handlers=[group])
+    # Left on, transformers would build every model in shards under stage 3, copies for measuring included.
+    unset_hf_deepspeed_config()  # type: ignore[no-untyped-call]
+    return accelerator
+
+
+def _free_port() -> int:
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def _require_free_port() -> None:
+    """Refuse a taken port at once where this process would listen; `torchrun` finds its own."""
+    port = os.environ.get("MASTER_PORT", "")
+    listens = os.environ.get("RANK") == "0" and os.environ.get("WORLD_SIZE", "1") != "1"
+    if not listens or not port.isdigit() or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        return
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", int(port)))
+        except OSError as error:
+            raise UserError(
+                f"port {port} is in use by another process: {error.strerror}",
+                where="MASTER_PORT",
+                remedy="choose another port (--main_process_port, or MASTER_PORT), the same on every rank",
+            ) from None
 
 
 def processes_asked(command: Sequence[str]) -> int:
@@ -90,28 +171,25 @@ def _parent_command() -> list[str]:
         return []
 
 
-def _refuse_sharding() -> None:
-    for variable, what in (("ACCELERATE_USE_DEEPSPEED", "DeepSpeed (ZeRO)"), ("ACCELERATE_USE_FSDP", "FSDP")):
-        if os.environ.get(variable, "false").lower() in ("1", "true", "yes"):
-            raise UserError(
-                f"the launch config asks for {what}, which this version does not train with",
-                where="accelerate launch",
-                remedy="use recipes/accelerate/ddp.yaml or recipes/accelerate/cpu.yaml",
-            )
-
-
-def check_as_asked(asked: int, got: int, kind: DistributedType) -> None:
+def check_as_asked(asked: int, got: int, kind: DistributedType, launch: Launch = _DEFAULT) -> None:
     """Refuse a silent fallback.
 
     Args:
         asked: processes that the launcher was asked for.
         got: processes that accelerate sees.
         kind: accelerate's distributed type.
+        launch: what the launcher asked for.
 
     Raises:
         UserError: they differ, or several processes do not train together.
     """
-    if got != asked or (asked > 1 and kind not in _PARALLEL):
+    if launch.kind == "zero" and kind is not DistributedType.DEEPSPEED:
+        raise UserError(
+            f"{launch.name} was asked for, accelerate set up {kind.value}",
+            where="accelerate launch",
+            remedy="start it with --config_file recipes/accelerate/zero2.yaml, and no --cpu",
+        )
+    if got != asked or (asked > 1 and kind not in _PARALLEL[launch.kind]):
         raise UserError(
             f"the launcher was asked for {asked} processes, accelerate set up {got} ({kind.value})",
             where="accelerate launch",

@@ -2,26 +2,36 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+import uuid
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from accelerate import Accelerator
 from rich.console import Console
 
 from drafttrain.drafters.saving import save_draft
-from drafttrain.errors import RecipeError
+from drafttrain.errors import AlreadyReported, RecipeError, UserError
+from drafttrain.features.sources import FeatureSource
 from drafttrain.files import exclusive
 from drafttrain.recipe.build import RunParts, build_run
 from drafttrain.recipe.load import save_recipe
-from drafttrain.recipe.provenance import collect_provenance, record_provenance
+from drafttrain.recipe.provenance import collect_provenance, record_provenance, versions
 from drafttrain.recipe.schema import Recipe
 from drafttrain.training.acceptance import EngineMeasurement
+from drafttrain.training.adapter import ADAPTER, require_peft, save_adapter
 from drafttrain.training.callbacks import Listener, WandbTracker, require_tracker
 from drafttrain.training.checkpoint import set_aside
-from drafttrain.training.distributed import make_accelerator
+from drafttrain.training.distributed import from_main, make_accelerator
+from drafttrain.training.heartbeat import Heartbeat
+from drafttrain.training.launch import Launch, check_against_recipe, requested
 from drafttrain.training.metrics import MetricsLog
 from drafttrain.training.progress import ConsoleReporter, ProgressLine
+from drafttrain.training.ranks import Ranks
+from drafttrain.training.sharded_target import ShardedTarget, TogetherFeatures, load_sharded_target
+from drafttrain.training.strategies.base import Whole
 from drafttrain.training.trainer import Resume, Trainer, TrainParts, TrainResult
 
 LOCK = ".lock"
@@ -41,34 +51,70 @@ def train_recipe(recipe: Recipe, resume: Resume, console: Console) -> TrainResul
         UserError: see `build_run` and `Trainer.fit`.
     """
     require_tracker(recipe.tracking)
+    require_peft(getattr(recipe.drafter, "lora", None))
+    launch = requested()
+    check_against_recipe(launch, recipe)
     if recipe.training.num_threads is not None:
         torch.set_num_threads(recipe.training.num_threads)
-    accelerator = make_accelerator()
+    accelerator = make_accelerator(launch, recipe.training.clip_norm)
+    ranks = Ranks(accelerator)
+    ranks.agree("the recipe", recipe.model_dump(mode="json"), "start every rank with the same recipe and overrides")
+    ranks.agree("the software", versions(), "install the same versions on every host")
     folder = Path(recipe.run_folder)
-    # Two runs in one folder would remove each other's half-written shards and checkpoints.
-    alone = exclusive(folder / LOCK, "training into this folder") if accelerator.is_main_process else nullcontext()
-    with alone:
-        return _train(recipe, resume, console, accelerator)
+    with ExitStack() as held:
+        # Two runs in one folder would remove each other's half-written shards and checkpoints.
+        lock = exclusive(folder / LOCK, "training into this folder") if ranks.main else nullcontext()
+        ranks.together(lambda: held.enter_context(lock))
+        life = Heartbeat(
+            folder,
+            from_main(uuid.uuid4().hex),
+            ranks.rank,
+            ranks.count,
+            patience_s=recipe.training.patience_s,
+            tell=lambda message: Console(stderr=True, soft_wrap=True).print(f"error: {message}", style="red"),
+        )
+        held.enter_context(life)
+        held.enter_context(_blaming(ranks, life))
+        return _train(recipe, resume, console, launch, accelerator, ranks, life)
 
 
-def _train(recipe: Recipe, resume: Resume, console: Console, accelerator: Accelerator) -> TrainResult:
-    main = accelerator.is_main_process
+def _train(
+    recipe: Recipe,
+    resume: Resume,
+    console: Console,
+    launch: Launch,
+    accelerator: Accelerator,
+    ranks: Ranks,
+    life: Heartbeat,
+) -> TrainResult:
+    main = ranks.main
     folder = Path(recipe.run_folder)
     report = ConsoleReporter(console, quiet=not main)
-    # The main rank writes data and features; the others then find them.
-    with accelerator.main_process_first():
-        parts = build_run(recipe, report)
-    provenance = collect_provenance(parts.target.identity.to_dict(), parts.data)
-    trainer = Trainer(
-        accelerator,
-        recipe.training,
-        TrainParts(parts.drafter, parts.objective, parts.source, parts.corpus.samples, parts.target.head()),
-        folder,
-        seed=recipe.training_seed,
-        fingerprint=parts.fingerprint(),
-        warn=report.say,
+    parts = _build(recipe, report, ranks)
+    source: FeatureSource = parts.source
+    in_shards = isinstance(parts.target, ShardedTarget)
+    if isinstance(parts.target, ShardedTarget):
+        source = TogetherFeatures(source, parts.target)
+    provenance = {**collect_provenance(parts.target.identity.to_dict(), parts.data), "sharding": launch.name}
+    ranks.agree(
+        "the data",
+        {**parts.fingerprint(), "samples": len(parts.corpus.samples), "files": parts.data},
+        "the run's folder and the data must be the same files on every host (a shared disk)",
     )
-    trainer.restore(resume)
+    trainer = ranks.together(
+        lambda: Trainer(
+            accelerator,
+            recipe.training,
+            TrainParts(parts.drafter, parts.objective, source, parts.corpus.samples, parts.target.head(), in_shards),
+            folder,
+            seed=recipe.training_seed,
+            fingerprint=parts.fingerprint(),
+            launch=launch,
+            life=life,
+            warn=report.say,
+        )
+    )
+    ranks.together(lambda: trainer.restore(resume))
     listeners: list[Listener] = []
     if main:
         folder.mkdir(parents=True, exist_ok=True)
@@ -80,13 +126,17 @@ def _train(recipe: Recipe, resume: Resume, console: Console, accelerator: Accele
         if trainer.state.step:
             report.say(f"resuming after step {trainer.state.step}")
         report.say(
-            f"training {trainer.total_steps} steps on {accelerator.num_processes} process(es), {accelerator.device}"
+            f"training {trainer.total_steps} steps on {ranks.count} process(es), {accelerator.device}, "
+            f"{trainer.strategy.name}"
         )
 
-    def save(name: str) -> None:
+    def save(name: str, whole: Whole) -> None:
+        lora = getattr(recipe.drafter, "lora", None)
+        if lora is not None:
+            save_adapter(folder / f"{name}-{ADAPTER}", parts.drafter, lora, whole.adapter, _base(recipe))
         save_draft(
             folder / name,
-            trainer.drafter,
+            whole.drafter,
             target=parts.target.identity.to_dict(),
             provenance={
                 **provenance,
@@ -97,19 +147,67 @@ def _train(recipe: Recipe, resume: Resume, console: Console, accelerator: Accele
             replace=True,
         )
 
-    result = trainer.fit(
-        listeners,
-        measure=_measurement(recipe, parts),
-        measure_every=recipe.evaluation.every,
-        on_best=lambda: save(BEST),
-    )
-    if main and result.finished:
-        save(FINAL)
+    with _named_by_rank(life):
+        result = trainer.fit(
+            listeners,
+            measure=_measurement(recipe, parts),
+            measure_every=recipe.evaluation.every,
+            on_best=lambda whole: save(BEST, whole),
+        )
+    if not result.finished:
+        report.say(f"stopped and saved after step {result.state.step}; the same command goes on from there")
+    whole = trainer.strategy.whole(main) if result.finished else None
+    if whole is not None:
+        save(FINAL, whole)
         if not (folder / BEST).exists():
-            save(BEST)  # nothing was measured: the last draft is the best one known
+            save(BEST, whole)  # nothing was measured: the last draft is the best one known
         report.say(f"the draft is in {folder / FINAL}")
     accelerator.wait_for_everyone()
     return result
+
+
+def _base(recipe: Recipe) -> str:
+    """What a draft's adapters were trained on."""
+    drafter = recipe.drafter
+    return getattr(drafter, "warm_start", None) or getattr(drafter, "checkpoint", None) or recipe.target.model
+
+
+def _build(recipe: Recipe, report: ConsoleReporter, ranks: Ranks) -> RunParts:
+    if recipe.target.placement == "whole":
+        # The main rank writes data and features; the others then find them.
+        return ranks.main_first(lambda: build_run(recipe, report))
+    # Loading in shards and copying from them is done by all ranks at once.
+    return ranks.together(lambda: build_run(recipe, report, load_sharded_target, ranks.main_first))
+
+
+@contextmanager
+def _named_by_rank(life: Heartbeat) -> Iterator[None]:
+    """Have an error that one rank runs into while it trains say which."""
+    try:
+        yield
+    except UserError as error:
+        if life.count == 1 or isinstance(error, AlreadyReported):
+            raise
+        where = ": ".join(part for part in (life.life.name, error.where) if part)
+        raise UserError(error.what, where=where, remedy=error.remedy) from error
+
+
+@contextmanager
+def _blaming(ranks: Ranks, life: Heartbeat) -> Iterator[None]:
+    """Where a collective breaks off, let the rank speak that is to blame, and end."""
+    try:
+        yield
+    except RuntimeError as error:
+        if ranks.count > 1 and _broke_off(error):
+            life.peer_failed()
+        raise
+
+
+def _broke_off(error: RuntimeError) -> bool:
+    """Whether another rank is missing: torch gives gloo's errors no type of their own."""
+    return isinstance(error, dist.DistError) or any(
+        word in str(error) for word in ("Connection closed by peer", "Connection reset by peer", "gloo", "NCCL")
+    )
 
 
 def resume_from(value: str) -> Resume:
@@ -141,4 +239,4 @@ def _listeners(recipe: Recipe, folder: Path, trainer: Trainer, console: Console)
 def _measurement(recipe: Recipe, parts: RunParts) -> EngineMeasurement | None:
     if not parts.held_out:
         return None
-    return EngineMeasurement(parts.target, parts.drafter, parts.held_out, recipe.evaluation, parts.stop_ids)
+    return EngineMeasurement(parts.target, parts.held_out, recipe.evaluation, parts.stop_ids)

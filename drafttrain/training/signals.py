@@ -1,4 +1,4 @@
-"""SIGTERM and SIGINT ask a run to save and stop; a second SIGINT stops at once."""
+"""Signals that ask a run to save and stop; a second SIGINT stops at once."""
 
 from __future__ import annotations
 
@@ -7,9 +7,12 @@ import threading
 from types import FrameType, TracebackType
 from typing import Any
 
+# SIGUSR1 is what Slurm sends ahead of a time limit with `--signal=USR1@120`.
+_STOP = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+
 
 class StopRequest:
-    """While active, `asked` becomes True on SIGTERM or SIGINT instead of the process dying."""
+    """While active, `asked` becomes True on SIGTERM, SIGINT or SIGUSR1 instead of the process dying."""
 
     def __init__(self) -> None:
         self.asked = False
@@ -18,7 +21,7 @@ class StopRequest:
     def __enter__(self) -> StopRequest:
         # Handlers can be set in the main thread only; elsewhere the process's own stay.
         if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGTERM, signal.SIGINT):
+            for number in _STOP:
                 self._before[number] = signal.signal(number, self._on_signal)
         return self
 

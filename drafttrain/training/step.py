@@ -49,3 +49,23 @@ class TrainStep(nn.Module):
             # No label at some depth: parameters of that depth alone would get no gradient, and DDP would wait for it.
             result.loss = result.loss + sum(0.0 * p.reshape(-1)[0] for p in self.parameters() if p.requires_grad)
         return result
+
+
+class LossOnly(nn.Module):
+    """The same forward for sharding engines, whose hooks want a tensor as output; the rest is left aside."""
+
+    def __init__(self, step: TrainStep) -> None:
+        super().__init__()
+        self.step = step
+        self._output: ObjectiveOutput | None = None
+
+    def forward(self, batch: DraftBatch, counts: Tensor) -> Tensor:
+        """The loss of a micro-batch; `take` gives what belongs to it."""
+        self._output = self.step(batch, counts)
+        return self._output.loss
+
+    def take(self) -> ObjectiveOutput:
+        """The output of the last forward, once."""
+        output, self._output = self._output, None
+        assert output is not None
+        return output

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -16,13 +15,13 @@ from torch import Tensor
 
 from drafttrain.corpus.types import Sample
 from drafttrain.drafters.base import Drafter
-from drafttrain.errors import DataError, UserError
+from drafttrain.errors import AlreadyReported, CheckpointError, DataError, UserError
 from drafttrain.features.layout import lay_out
 from drafttrain.features.sources import FeatureSource
 from drafttrain.losses.objective import Objective, ObjectiveOutput
 from drafttrain.modeling.head import Head
 from drafttrain.recipe.training_config import TrainingConfig
-from drafttrain.training.callbacks import Listener, MeasureAcceptance
+from drafttrain.training.callbacks import Acceptance, Listener, MeasureAcceptance
 from drafttrain.training.checkpoint import (
     TrainState,
     load_checkpoint,
@@ -31,13 +30,18 @@ from drafttrain.training.checkpoint import (
     set_aside,
 )
 from drafttrain.training.distributed import from_main, sum_over_ranks
+from drafttrain.training.heartbeat import Heartbeat
 from drafttrain.training.interval import Interval
+from drafttrain.training.launch import Launch
 from drafttrain.training.schedule import learning_rate
 from drafttrain.training.signals import StopRequest
 from drafttrain.training.step import TrainStep
+from drafttrain.training.strategies.base import Whole, kept_tensors
+from drafttrain.training.strategies.choose import make_strategy
 from drafttrain.training.windows import DataOrder, Row, Window
 
 Resume = Literal["auto", "never"] | Path
+OnBest = Callable[[Whole], None]
 
 
 class NonFiniteError(UserError):
@@ -54,6 +58,7 @@ class TrainParts:
         source: gives batches with features.
         samples: training set.
         target_head: frozen.
+        target_in_shards: ranks run the target together, so they measure together.
     """
 
     drafter: Drafter
@@ -61,6 +66,7 @@ class TrainParts:
     source: FeatureSource
     samples: Sequence[Sample]
     target_head: Head
+    target_in_shards: bool = False
 
 
 @dataclass(frozen=True)
@@ -86,6 +92,8 @@ class Trainer:
         folder: `checkpoints/` is kept here.
         seed: order of samples and noise.
         fingerprint: JSON values that a checkpoint must share to be resumed (data, target, draft).
+        launch: how the draft is sharded over ranks; default: not at all.
+        life: is told where the run stands.
         warn: shows a warning.
     """
 
@@ -98,15 +106,19 @@ class Trainer:
         *,
         seed: int,
         fingerprint: dict[str, Any],
+        launch: Launch | None = None,
+        life: Heartbeat | None = None,
         warn: Callable[[str], None] = lambda message: None,
     ) -> None:
         self.accelerator, self.config, self.seed, self.warn = accelerator, config, seed, warn
         self.checkpoints = folder / "checkpoints"
+        self._life = life
         self.device = accelerator.device
         self.drafter = parts.drafter.to(self.device)
         self.drafter.gradient_checkpointing = config.gradient_checkpointing
         self.source = parts.source
         self.objective = parts.objective
+        self.measure_together = parts.target_in_shards
         self.ranks, self.rank = accelerator.num_processes, accelerator.process_index
         self.order = DataOrder(
             parts.samples,
@@ -127,10 +139,17 @@ class Trainer:
         dtype = torch.bfloat16 if config.precision == "bf16" else torch.float32
         vocab_map = self.drafter.vocab_map.to(self.device)
         step = TrainStep(self.drafter, parts.objective, parts.target_head, vocab_map, dtype)
-        self.optimizer = make_optimizer(self.drafter, config, self.device)
-        self.model = accelerator.prepare_model(step)
+        # Names and shapes as they are before anything is sharded.
+        self.trained = {name: tensor.shape for name, tensor in kept_tensors(self.drafter).items()}
+        optimizer = make_optimizer(self.drafter, config, self.device)
+        self.strategy = make_strategy(launch, accelerator, step, optimizer)
+        self.optimizer = self.strategy.optimizer
         self.state = TrainState()
         self._interval = Interval.empty(self.depths)
+
+    def _at(self, stage: str, order: int) -> None:
+        if self._life is not None:
+            self._life.at(self.state.step, order, stage)
 
     def restore(self, resume: Resume) -> None:
         """Find the checkpoint to go on from and load it on every rank. "never" sets an earlier run aside."""
@@ -145,10 +164,29 @@ class Trainer:
             path = resume
         self.accelerator.wait_for_everyone()
         if path is not None:
-            self.state = load_checkpoint(path, self.drafter, self.optimizer, self.fingerprint)
+            state, snapshot = load_checkpoint(path, self.trained, self.fingerprint)
+            self._same_step_size(path, state)
+            self.strategy.load(snapshot)
+            self.state = state
             self._interval = Interval.from_json(self.state.interval, self.depths)
             if not main:
                 self._interval.clear_share()
+
+    def _same_step_size(self, path: Path, state: TrainState) -> None:
+        """Refuse to go on with steps of another size: the curve would not be that of an unbroken run."""
+        rows, here = state.rows_per_step, self.order.window_rows
+        if rows is None or rows == here:
+            return
+        each = self.config.batch_rows * self.ranks
+        fits = rows % each == 0
+        raise CheckpointError(
+            f"a step had {rows} rows; here it has {here} ({self.ranks} ranks x training.batch_rows "
+            f"{self.config.batch_rows} x training.accumulation {self.config.accumulation})",
+            where=path,
+            remedy=f"set training.accumulation={rows // each}"
+            if fits
+            else f"{rows} must be a multiple of ranks x training.batch_rows: change one of these two",
+        )
 
     def fit(
         self,
@@ -156,7 +194,7 @@ class Trainer:
         *,
         measure: MeasureAcceptance | None = None,
         measure_every: int | None = None,
-        on_best: Callable[[], None] = lambda: None,
+        on_best: OnBest = lambda whole: None,
     ) -> TrainResult:
         """Train to the end, or until SIGTERM or SIGINT.
 
@@ -164,7 +202,7 @@ class Trainer:
             listeners: get the records, on the main rank.
             measure: acceptance of the draft as it stands, called on the main rank.
             measure_every: steps between measurements, beside the one at the end; None measures at the end alone.
-            on_best: called on the main rank when a measurement is the best so far.
+            on_best: called on the main rank with the whole draft when a measurement is the best so far.
 
         Raises:
             NonFiniteError: NaN or infinity in loss or gradient; the draft is as it was before that step.
@@ -199,23 +237,24 @@ class Trainer:
         if asked_to_stop:
             return False
         if not bool(counts[0] > 0):
-            raise DataError(
-                f"no token of step {self.state.step + 1} is supervised",
-                where=f"samples {_names(window.rows)}",
-                remedy="look at the loss mask with `drafttrain inspect`",
+            self._raise_on_all(
+                DataError(
+                    f"no token of step {self.state.step + 1} is supervised",
+                    where=f"samples {_names(window.rows)}",
+                    remedy="look at the loss mask with `drafttrain inspect`",
+                )
             )
         rate = learning_rate(self.state.step, self.total_steps, self.config)
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
         outputs = [
             self._micro_step(index, rows, counts, last=index == len(micro) - 1) for index, rows in enumerate(micro)
         ]
-        norm = self._clip()
         losses = torch.stack([output.loss.detach() for output in outputs]).double().cpu()
+        self._guard(0.0, losses.tolist(), micro)
+        self._at("update", 2 * len(micro))
+        norm = self.strategy.update(rate, self.config.clip_norm)
         self._guard(norm, losses.tolist(), micro)
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
         state = self.state
+        state.rows_per_step = self.order.window_rows
         state.step += 1
         state.epoch, state.row = window.epoch, window.first_row + len(window.rows)
         tokens = sum(len(sample.ids) for row in window.rows for sample in row)
@@ -223,7 +262,7 @@ class Trainer:
         for output in outputs:
             self._interval.correct += output.correct.detach().cpu()
             self._interval.total += output.total.detach().cpu()
-        self._interval.end_step(float(losses.sum()), tokens, float(norm), time.perf_counter() - began)
+        self._interval.end_step(float(losses.sum()), tokens, norm, time.perf_counter() - began)
         if state.step % self.config.log_every == 0 or state.step == self.total_steps:
             self._log(rate, listeners)
         return True
@@ -239,37 +278,38 @@ class Trainer:
 
     def _micro_step(self, index: int, rows: list[Row], counts: Tensor, last: bool) -> ObjectiveOutput:
         """Forward and backward of a micro-batch; ranks exchange gradients in the last one alone."""
+        self._at(f"features of micro-batch {index}", 2 * index)
         began, in_target = time.perf_counter(), self.source.target_s
         batch = self.source.batch(rows, self.device)
         featured, in_target = time.perf_counter(), self.source.target_s - in_target
+        self._at(f"draft on micro-batch {index}", 2 * index + 1)
         seed = np.random.SeedSequence([self.seed, self.state.step, self.rank, index])
         torch.manual_seed(int(seed.generate_state(1, np.uint64)[0] >> 1))
-        with nullcontext() if last else self.accelerator.no_sync(self.model):
-            output: ObjectiveOutput = self.model(batch, counts)
-            # DDP divides by the ranks; the counts are global already.
-            self.accelerator.backward(output.loss * self.ranks)
+        output = self.strategy.micro_step(batch, counts, last)
         seconds = self._interval.seconds
         seconds["target"] += in_target
         seconds["data"] += featured - began - in_target
         seconds["draft"] += time.perf_counter() - featured
         return output
 
-    def _clip(self) -> Tensor:
-        limit = self.config.clip_norm if self.config.clip_norm is not None else float("inf")
-        return torch.nn.utils.clip_grad_norm_(self.drafter.parameters(), limit)
-
-    def _guard(self, norm: Tensor, losses: list[float], micro: list[list[Row]]) -> None:
-        # DDP has summed the gradients, so a NaN on one rank shows in the norm of every rank.
-        if bool(torch.isfinite(norm)) and np.isfinite(losses).all():
+    def _guard(self, norm: float, losses: list[float], micro: list[list[Row]]) -> None:
+        # The gradients are summed over ranks, so a NaN on one shows in the norm of every rank.
+        if np.isfinite(norm) and np.isfinite(losses).all():
             return
         bad = [rows for rows, loss in zip(micro, losses, strict=True) if not np.isfinite(loss)]
         rows = [row for group in bad or micro for row in group]
-        what = "loss" if bad else "gradient"
-        raise NonFiniteError(
-            f"the {what} is NaN or infinite at step {self.state.step + 1}",
+        error = NonFiniteError(
+            f"the {'loss' if bad else 'gradient'} is NaN or infinite at step {self.state.step + 1}",
             where=f"rank {self.rank}, samples {_names(rows)}",
             remedy="lower training.lr, or remove the samples named here; the last checkpoint is intact",
         )
+        if bad:
+            raise error
+        self._raise_on_all(error)
+
+    def _raise_on_all(self, error: UserError) -> None:
+        """Raise what every rank sees at this moment; one of them shows it."""
+        raise error if self.accelerator.is_main_process else AlreadyReported(error.what)
 
     def _log(self, rate: float, listeners: Sequence[Listener]) -> None:
         record = self._interval.record(self.accelerator)
@@ -280,34 +320,45 @@ class Trainer:
         for listener in listeners:
             listener.on_record(record)
 
-    def _measure(self, measure: MeasureAcceptance, listeners: Sequence[Listener], on_best: Callable[[], None]) -> None:
-        if self.accelerator.is_main_process:
-            found = measure()
-            best = self.state.best_tau is None or found.tau > self.state.best_tau
-            if best:
-                self.state.best_tau, self.state.best_step = found.tau, self.state.step
-                on_best()
-            record = {
-                "kind": "eval",
-                "step": self.state.step,
-                "tau": found.tau,
-                "alpha": found.alpha,
-                "k": found.k,
-                "rounds": found.rounds,
-                "seconds": found.seconds,
-                "best": best,
-            }
-            for listener in listeners:
-                listener.on_record(record)
+    def _measure(self, measure: MeasureAcceptance, listeners: Sequence[Listener], on_best: OnBest) -> None:
+        main = self.accelerator.is_main_process
+        self._at("measuring", 0)
+        whole = self.strategy.whole(main or self.measure_together)
+        if whole is not None:
+            found = measure(whole.drafter)
+            if main:
+                self._record_measurement(found, whole, listeners, on_best)
+        self._at("waiting for the measurement", 1)
         self.accelerator.wait_for_everyone()
 
+    def _record_measurement(
+        self, found: Acceptance, whole: Whole, listeners: Sequence[Listener], on_best: OnBest
+    ) -> None:
+        best = self.state.best_tau is None or found.tau > self.state.best_tau
+        if best:
+            self.state.best_tau, self.state.best_step = found.tau, self.state.step
+            on_best(whole)
+        record = {
+            "kind": "eval",
+            "step": self.state.step,
+            "tau": found.tau,
+            "alpha": found.alpha,
+            "k": found.k,
+            "rounds": found.rounds,
+            "seconds": found.seconds,
+            "best": best,
+        }
+        for listener in listeners:
+            listener.on_record(record)
+
     def _save(self) -> None:
+        self._at("saving", 0)
         self._interval.gather(self.accelerator)
-        if self.accelerator.is_main_process:
+        snapshot = self.strategy.snapshot(self.accelerator.is_main_process)
+        if snapshot is not None:
             self.state.interval = self._interval.to_json()
-            save_checkpoint(
-                self.checkpoints, self.state, self.drafter, self.optimizer, self.fingerprint, self.config.keep
-            )
+            save_checkpoint(self.checkpoints, self.state, snapshot, self.trained, self.fingerprint, self.config.keep)
+        self._at("waiting for the checkpoint", 1)
         self.accelerator.wait_for_everyone()
 
 

@@ -16,6 +16,7 @@ from drafttrain.drafters.build import build_drafter, init_from_target
 from drafttrain.drafters.eagle.config import Eagle1Config, Eagle3Config
 from drafttrain.drafters.lm.config import DraftLMConfig
 from drafttrain.drafters.medusa.config import MedusaConfig
+from drafttrain.errors import CheckpointError
 from drafttrain.features.sources import OnlineFeatures
 from drafttrain.losses.config import LossConfig
 from drafttrain.losses.objective import Objective
@@ -183,6 +184,19 @@ def test_a_resumed_run_has_the_curve_of_an_unbroken_one(tmp_path: Path, family: 
     assert [[r[key] for key in stable] for r in rest] == [[r[key] for key in stable] for r in tail]
     for name, value in weights(second).items():
         assert torch.equal(value, weights(unbroken)[name])
+
+
+def test_a_run_does_not_go_on_with_steps_of_another_size(tmp_path: Path) -> None:
+    run(make(tmp_path, max_steps=2, batch_rows=2, accumulation=3))
+    wider = make(tmp_path, max_steps=4, batch_rows=3, accumulation=1)
+    with pytest.raises(CheckpointError, match=r"a step had 6 rows; here it has 3[^$]*training\.accumulation=2"):
+        wider.restore("auto")
+    odd = make(tmp_path, max_steps=4, batch_rows=4, accumulation=1)
+    with pytest.raises(CheckpointError, match=r"6 must be a multiple of ranks x training\.batch_rows"):
+        odd.restore("auto")
+    same = make(tmp_path, max_steps=4, batch_rows=3, accumulation=2)
+    same.restore("auto")
+    assert same.state.step == 2
 
 
 class _NeverStop:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
 from drafttrain.config import Config
+from drafttrain.drafters.lora_config import LoraConfig
 
 
 class EagleConfig(Config):
@@ -18,6 +19,7 @@ class EagleConfig(Config):
         init_layer: "random", "target:last", or "target:<i>" to start from the target's block i (its sizes must
             fit).
         warm_start: folder of a trained draft to start from.
+        lora: train adapters on the draft of `warm_start` alone.
     """
 
     depth: int = Field(ge=1, le=16)
@@ -26,6 +28,13 @@ class EagleConfig(Config):
     num_kv_heads: int | None = Field(default=None, ge=1)
     init_layer: str = "random"
     warm_start: str | None = None
+    lora: LoraConfig | None = None
+
+    @model_validator(mode="after")
+    def _adapters_need_a_draft(self) -> Self:
+        if self.lora is not None and self.warm_start is None:
+            raise ValueError("lora adapts a trained draft: name its folder as warm_start")
+        return self
 
     @field_validator("init_layer")
     @classmethod

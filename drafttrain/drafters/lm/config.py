@@ -7,6 +7,7 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from drafttrain.config import Config
+from drafttrain.drafters.lora_config import LoraConfig
 
 
 class DraftLMConfig(Config):
@@ -22,6 +23,7 @@ class DraftLMConfig(Config):
         hidden_size, intermediate_size, num_heads, num_kv_heads, num_layers: for init "scratch".
         train_embedding: whether embedding and head are trained, too.
         warm_start: folder of a trained draft to start from.
+        lora: train adapters alone, on what `init` or `warm_start` gives.
     """
 
     family: Literal["draft_lm"] = "draft_lm"
@@ -35,6 +37,7 @@ class DraftLMConfig(Config):
     num_layers: int | None = Field(default=None, ge=1)
     train_embedding: bool = True
     warm_start: str | None = None
+    lora: LoraConfig | None = None
 
     @model_validator(mode="after")
     def _consistent(self) -> DraftLMConfig:
@@ -53,6 +56,8 @@ class DraftLMConfig(Config):
             problems.append(f"{', '.join(given)} has no meaning with init {self.init!r}")
         if self.init == "scratch" and self.num_layers is None:
             problems.append("init 'scratch' needs num_layers")
+        if self.lora is not None and self.init == "scratch" and self.warm_start is None:
+            problems.append("lora adapts a trained model: init 'scratch' is none")
         if problems:
             raise ValueError("; ".join(problems))
         return self

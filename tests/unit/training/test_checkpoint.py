@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,8 +16,28 @@ from drafttrain.training.checkpoint import (
     save_checkpoint,
     set_aside,
 )
+from drafttrain.training.strategies.base import Snapshot, kept_tensors, on_cpu
+from drafttrain.training.strategies.replicated import load_moments, load_weights, optimizer_tensors
 
 FINGERPRINT = {"seed": 1, "data": "abc"}
+
+
+def shapes(model: nn.Module) -> dict[str, torch.Size]:
+    return {name: tensor.shape for name, tensor in kept_tensors(model).items()}
+
+
+def snapshot(model: nn.Module, optimizer: torch.optim.Optimizer) -> Snapshot:
+    weights = {name: on_cpu(tensor) for name, tensor in kept_tensors(model).items()}
+    return Snapshot(weights, optimizer_tensors(model, optimizer))
+
+
+def load(
+    path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, fingerprint: dict[str, Any] = FINGERPRINT
+) -> TrainState:
+    state, found = load_checkpoint(path, shapes(model), fingerprint)
+    load_weights(model, found.weights)
+    load_moments(model, optimizer, found.moments)
+    return state
 
 
 def model_and_optimizer(seed: int, size: int = 5) -> tuple[nn.Module, torch.optim.AdamW]:
@@ -40,14 +61,14 @@ def train(model: nn.Module, optimizer: torch.optim.AdamW, steps: int) -> list[fl
 def save(folder: Path, step: int, keep: int = 2) -> tuple[nn.Module, torch.optim.AdamW]:
     model, optimizer = model_and_optimizer(0)
     train(model, optimizer, 3)
-    save_checkpoint(folder, TrainState(step=step, row=7), model, optimizer, FINGERPRINT, keep)
+    save_checkpoint(folder, TrainState(step=step, row=7), snapshot(model, optimizer), shapes(model), FINGERPRINT, keep)
     return model, optimizer
 
 
 def test_weights_moments_and_state_come_back_exactly(tmp_path: Path) -> None:
     model, optimizer = save(tmp_path, 3)
     other, other_optimizer = model_and_optimizer(1)
-    state = load_checkpoint(tmp_path / "step-00000003", other, other_optimizer, FINGERPRINT)
+    state = load(tmp_path / "step-00000003", other, other_optimizer)
     assert state == TrainState(step=3, row=7)
     assert train(other, other_optimizer, 4) == train(model, optimizer, 4)
 
@@ -106,15 +127,28 @@ def test_another_run_or_draft_is_refused_by_name(tmp_path: Path) -> None:
     path = tmp_path / "step-00000001"
     model, optimizer = model_and_optimizer(0)
     with pytest.raises(CheckpointError, match=r"seed .checkpoint: 1, here: 2"):
-        load_checkpoint(path, model, optimizer, {"seed": 2, "data": "abc"})
+        load(path, model, optimizer, {"seed": 2, "data": "abc"})
     wider, wider_optimizer = model_and_optimizer(0, size=6)
     with pytest.raises(CheckpointError, match=r"other shapes .*0\.bias"):
-        load_checkpoint(path, wider, wider_optimizer, FINGERPRINT)
+        load(path, wider, wider_optimizer)
     longer = nn.Sequential(*model, nn.Linear(5, 5))
     with pytest.raises(CheckpointError, match=r"missing .*2\.bias"):
-        load_checkpoint(path, longer, torch.optim.AdamW(longer.parameters()), FINGERPRINT)
+        load(path, longer, torch.optim.AdamW(longer.parameters()))
     with pytest.raises(CheckpointError, match="no whole checkpoint"):
-        load_checkpoint(tmp_path / "step-00000009", model, optimizer, FINGERPRINT)
+        load(tmp_path / "step-00000009", model, optimizer)
+
+
+def test_shards_and_frozen_weights_are_never_written(tmp_path: Path) -> None:
+    model, optimizer = model_and_optimizer(0)
+    model[0].weight.requires_grad_(False)
+    assert set(shapes(model)) == {"0.bias", "1.weight", "1.bias"}
+    whole = snapshot(model, optimizer)
+    frozen = Snapshot({**whole.weights, "0.weight": model[0].weight.detach()}, {})
+    shard = Snapshot({**whole.weights, "0.bias": whole.weights["0.bias"][:2]}, {})
+    for wrong, name in ((frozen, "0.weight"), (shard, "0.bias"), (Snapshot({}, {}), "0.bias")):
+        with pytest.raises(RuntimeError, match=f"exactly what is trained.*{name}"):
+            save_checkpoint(tmp_path, TrainState(step=1), wrong, shapes(model), FINGERPRINT, 2)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_nothing_is_unpickled(tmp_path: Path) -> None:

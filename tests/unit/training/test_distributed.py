@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import socket
 from pathlib import Path
 
 import pytest
@@ -7,6 +8,7 @@ from accelerate.utils import DistributedType
 
 from drafttrain.errors import UserError
 from drafttrain.training.distributed import check_as_asked, make_accelerator, processes_asked
+from drafttrain.training.launch import Launch
 
 LAUNCH = ["/venv/bin/python3", "/venv/bin/accelerate", "launch"]
 
@@ -46,8 +48,21 @@ def test_what_was_not_got_is_an_error() -> None:
             check_as_asked(asked, got, kind)
 
 
-@pytest.mark.parametrize(("variable", "named"), [("ACCELERATE_USE_DEEPSPEED", "ZeRO"), ("ACCELERATE_USE_FSDP", "FSDP")])
-def test_sharding_is_refused_by_name(monkeypatch: pytest.MonkeyPatch, variable: str, named: str) -> None:
-    monkeypatch.setenv(variable, "true")
-    with pytest.raises(UserError, match=named):
-        make_accelerator()
+@pytest.mark.parametrize("kind", [DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU])
+def test_zero_that_was_not_got_is_an_error(kind: DistributedType) -> None:
+    """CASES 38."""
+    check_as_asked(2, 2, DistributedType.DEEPSPEED, Launch("zero", 2))
+    with pytest.raises(UserError, match=rf"ZeRO-2 was asked for, accelerate set up {kind.value}"):
+        check_as_asked(2, 2, kind, Launch("zero", 2))
+
+
+def test_a_port_in_use_is_an_error_before_anything_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_PORT": port}.items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+        with pytest.raises(UserError, match=f"port {port} is in use"):
+            make_accelerator()

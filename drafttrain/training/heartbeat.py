@@ -1,0 +1,210 @@
+"""Signs of life: a small file for each rank, and the verdict on a rank that died, failed or hangs.
+
+    heartbeat/rank-00003.json    {"rank", "host", "pid", "step", "stage", "time", "since", "ended", "failed"}
+
+Ranks wait for each other in collectives, so one that is gone or stuck holds up all. A thread, which a blocked
+collective does not stop, looks at the others' files when nothing moves: the rank that is furthest behind is the one
+that failed. It says so itself if it still can, else the lowest rank that lives says it, and all end.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import TracebackType
+
+from drafttrain.files import write_json
+
+FOLDER = "heartbeat"
+_BEAT_S = 10.0
+_SUSPICION_S = 30.0
+"""Nothing moved for so long: look whether all the others live."""
+_SILENCE_S = 90.0
+"""A rank on another host whose file is older is dead."""
+_LAST_WORDS_S = 20.0
+"""How long the others wait for a rank to say why it failed."""
+FAILED = 1
+"""Exit status of ranks that end because another one failed."""
+
+
+@dataclass
+class Life:
+    """What a rank writes about itself.
+
+    Attributes:
+        launch: common to all ranks of one launch.
+        step: optimiser steps done.
+        stage: what it is doing, in words; `order` grows from stage to stage within a step.
+        time: of this file; since: when step or stage last changed. Seconds since the epoch.
+        ended: it is through and nobody waits for it.
+        failed: its error, once it has shown it.
+    """
+
+    launch: str
+    rank: int
+    host: str
+    pid: int
+    step: int = 0
+    order: int = 0
+    stage: str = "preparing"
+    time: float = 0.0
+    since: float = 0.0
+    ended: bool = False
+    failed: str | None = None
+
+    @property
+    def name(self) -> str:
+        """As an error names it."""
+        return f"rank {self.rank} (host {self.host}, process {self.pid})"
+
+    def is_dead(self, now: float) -> bool:
+        """Whether its process is gone: known at once on this host, elsewhere by its silence."""
+        if self.ended or self.failed:
+            return False
+        if self.host == socket.gethostname():
+            return not _runs(self.pid)
+        return now - self.time > _SILENCE_S
+
+
+class Heartbeat:
+    """This rank's file, and its watch over the others while active.
+
+    Args:
+        folder: of the run.
+        launch: common to all ranks of this launch.
+        rank, count: this process.
+        patience_s: without progress for so long, the run is ended; None waits for ever.
+        tell: shows a message; called from a thread.
+        end: ends this process; replaced in tests.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        launch: str,
+        rank: int,
+        count: int,
+        *,
+        patience_s: float | None,
+        tell: Callable[[str], None],
+        end: Callable[[int], None] = os._exit,
+    ) -> None:
+        self.folder, self.count = folder / FOLDER, count
+        self.life = Life(launch, rank, socket.gethostname(), os.getpid(), since=time.time())
+        self._patience, self._tell, self._end = patience_s, tell, end
+        self._stopped = threading.Event()
+        self._broken = threading.Event()
+        self._lock = threading.Lock()
+        self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
+
+    def __enter__(self) -> Heartbeat:
+        self.beat()
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stopped.set()
+        self._broken.set()
+        self._thread.join(timeout=5)
+        if error is None:
+            self.life.ended = True
+        elif self.life.failed is None:
+            self.life.failed = str(error).splitlines()[0] if str(error) else type(error).__name__
+        self.beat()
+
+    def at(self, step: int, order: int, stage: str) -> None:
+        """Say what this rank does now; costs nothing, the thread writes it down."""
+        life = self.life
+        life.step, life.order, life.stage, life.since = step, order, stage, time.time()
+
+    def beat(self) -> None:
+        """Write the file."""
+        with self._lock:
+            self.life.time = time.time()
+            write_json(self._path(self.life.rank), asdict(self.life))
+
+    def peer_failed(self) -> None:
+        """A collective broke off: wait for the verdict, which ends this process; returns if nothing is found."""
+        self._broken.set()
+        self._thread.join(timeout=_LAST_WORDS_S * 2)
+
+    def _path(self, rank: int) -> Path:
+        return self.folder / f"rank-{rank:05d}.json"
+
+    def _run(self) -> None:
+        while not self._broken.wait(_BEAT_S):
+            try:
+                self.beat()
+            except OSError:
+                continue  # a full disk ends the run where it writes what matters
+            if self.count > 1 and time.time() - self.life.since > _SUSPICION_S:
+                self._judge()
+        deadline = time.time() + _LAST_WORDS_S
+        while not self._stopped.is_set() and time.time() < deadline:
+            self._judge()
+            self._stopped.wait(0.5)
+
+    def _judge(self) -> None:
+        """End this process if some rank is dead, has failed, or hangs beyond patience."""
+        lives, now = self.lives(), time.time()
+        if any(life.failed for life in lives):
+            self._end(FAILED)  # it has said why
+            return
+        dead = [life for life in lives if life.is_dead(now)]
+        if dead:
+            self._speak(lives, dead, f"died at step {dead[0].step + 1} ({dead[0].stage}) without a word")
+            return
+        if self._patience is None or now - self.life.since < self._patience:
+            return
+        moved = [life for life in lives if not life.ended]
+        last = min((life.step, life.order) for life in moved)
+        behind = [life for life in moved if (life.step, life.order) == last]
+        if now - behind[0].since >= self._patience:
+            seconds = now - behind[0].since
+            self._speak(lives, behind, f"has not moved for {seconds:.0f} s at step {last[0] + 1} ({behind[0].stage})")
+
+    def _speak(self, lives: list[Life], guilty: list[Life], what: str) -> None:
+        """One rank tells: the guilty one if it lives, else the lowest that does. Then all end."""
+        now = time.time()
+        able = [life for life in guilty if not life.is_dead(now)] or [life for life in lives if not life.is_dead(now)]
+        if not able or able[0].rank == self.life.rank:
+            self._tell(
+                f"{guilty[0].name} {what}; the run ends\n  the log of that rank or of its host says more (memory?); "
+                "the same command goes on from the last checkpoint"
+            )
+            self.life.failed = what
+            self.beat()
+        else:
+            self._stopped.wait(_LAST_WORDS_S / 4)
+        self._end(FAILED)
+
+    def lives(self) -> list[Life]:
+        """What the ranks of this launch wrote, by rank; a file that is being replaced is left out."""
+        found = []
+        for rank in range(self.count):
+            try:
+                life = Life(**json.loads(self._path(rank).read_text(encoding="utf-8")))
+            except (OSError, ValueError, TypeError):
+                continue
+            if life.launch == self.life.launch:
+                found.append(life)
+        return found
+
+
+def _runs(pid: int) -> bool:
+    """Whether a process of this host lives; one that nobody has buried yet does not."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    except OSError:
+        return True
+    return state not in "ZX"

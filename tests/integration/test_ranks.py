@@ -1,0 +1,125 @@
+"""Several ranks in processes of their own: a target in shards, ranks that die or disagree."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import time
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors import safe_open
+
+from drafttrain.drafters.saving import load_draft
+from tests.launching import ROOT, finish, start_ranks
+from tests.tiny_world import environment, make_world, metrics, recipe, train
+
+TRAIN = str(ROOT / "drafttrain/train.py")
+QUIET: dict[str, Any] = {"every": None, "prompts": 0}
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a tiny target and conversations."""
+    return make_world(tmp_path_factory.mktemp("world"))
+
+
+def start(world: Path, path: Path, **options: Any) -> list[Any]:
+    return start_ranks([TRAIN, str(path)], 2, environment(world), options.pop("cwd", world), **options)
+
+
+def one_line(text: str) -> str:
+    return " ".join(text.split())
+
+
+@pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs DeepSpeed")
+def test_the_70b_recipe_runs_in_small_with_its_target_in_shards(world: Path) -> None:
+    runs = {}
+    for name, placement in (("sharded", "zero3"), ("whole", "whole")):
+        runs[name] = world / f"llama70b-{name}"
+        changes = {
+            "target.model": str(world / "target"),
+            "target.dtype": "float32",
+            "target.placement": placement,
+            "data.prompts": [{"source": str(world / "conversations.jsonl")}],
+            "data.answers": {"source": "given"},
+            "data.held_out": 4,
+            "drafter.draft_vocab_size": 128,
+            "training.epochs": None,
+            "training.max_steps": 4,
+            "training.log_every": 1,
+            "training.precision": "fp32",
+            "evaluation": {"every": 2, "prompts": 3, "k": 3, "max_new_tokens": 8},
+            "output_dir": str(runs[name]),
+        }
+        overrides = [f"{key}={json.dumps(value)}" for key, value in changes.items()]
+        said = train(world, "recipes/eagle_llama70b.yaml", *overrides, ranks=2, launch="zero2")
+        assert "ZeRO-2" in said
+    sharded, whole = metrics(runs["sharded"]), metrics(runs["whole"])
+    assert len(sharded) == 4
+    for mine, other in zip(sharded, whole, strict=True):
+        assert mine["loss"] == pytest.approx(other["loss"], rel=1e-4)
+    measured = [(r["step"], r["tau"]) for r in metrics(runs["sharded"], "eval")]
+    assert measured == [(r["step"], r["tau"]) for r in metrics(runs["whole"], "eval")] and len(measured) == 2
+    drafter, _ = load_draft(runs["sharded"] / "draft")
+    with safe_open(runs["sharded"] / "checkpoints/step-00000004/model.safetensors", "pt") as file:
+        assert set(file.keys()) == set(drafter.state_dict())
+
+
+def test_a_killed_rank_is_named_by_one_that_lives(world: Path) -> None:
+    run = world / "killed-rank"
+    path = recipe(world, run, training={"max_steps": 100_000, "save_every": 2}, evaluation=QUIET)
+    processes = start(world, path)
+    log = run / "metrics.jsonl"
+    deadline = time.monotonic() + 250
+    while not (log.exists() and len(log.read_text().splitlines()) >= 3):
+        assert all(process.poll() is None for process in processes) and time.monotonic() < deadline
+        time.sleep(0.05)
+    processes[1].send_signal(signal.SIGKILL)
+    (status, said), (killed, _) = finish(processes)
+    assert killed == -signal.SIGKILL and status not in (0, -signal.SIGKILL)
+    said = one_line(said)
+    assert said.count("died at step") == 1 and f"process {processes[1].pid}) died at step" in said
+    assert "Traceback" not in said
+    life = json.loads((run / "heartbeat/rank-00001.json").read_text())
+    assert life["pid"] == processes[1].pid and life["failed"] is None and not life["ended"]
+
+
+def test_ranks_that_disagree_on_the_recipe_stop_with_one_error(world: Path) -> None:
+    run = world / "disagree"
+    path = recipe(world, run, evaluation=QUIET)
+    ends = finish(start(world, path, own={1: ["training.lr=0.5"]}))
+    assert [status for status, _ in ends] == [2, 2]
+    said = one_line("".join(output for _, output in ends))
+    assert said.count("the ranks disagree on the recipe") == 1
+    assert "training.lr is 0.003 on rank 0 and 0.5 on rank 1" in said and "Traceback" not in said
+    assert not (run / "checkpoints").exists()
+
+
+def test_ranks_that_read_other_data_stop_with_one_error(world: Path) -> None:
+    run = world / "other-data"
+    here, there = world / "host-0", world / "host-1"
+    for folder in (here, there):
+        folder.mkdir()
+        shutil.copy(world / "conversations.jsonl", folder)
+    lines = (world / "conversations.jsonl").read_text().splitlines(keepends=True)
+    (there / "conversations.jsonl").write_text("".join(lines[:-1]))
+    path = recipe(world, run, data={"prompts": [{"source": "conversations.jsonl"}]}, evaluation=QUIET)
+    ends = finish(start(world, path, cwd=here, own_cwd={1: there}))
+    assert [status for status, _ in ends] == [2, 2]
+    said = one_line("".join(output for _, output in ends))
+    assert said.count("the ranks disagree on the data") == 1 and "samples is" in said and "Traceback" not in said
+    assert not (run / "checkpoints").exists()
+
+
+def test_a_mistake_is_one_error_and_not_one_a_rank(world: Path) -> None:
+    path = recipe(world, world / "mistake", target={"model": str(world / "nowhere")}, evaluation=QUIET)
+    ends = finish(start(world, path))
+    assert [status for status, _ in ends] == [2, 2]
+    said = one_line("".join(output for _, output in ends))
+    assert said.count("no such target folder") == 1 and "Traceback" not in said

@@ -1,0 +1,113 @@
+"""Trains tiny drafts under every strategy in one set of ranks: `python -m tests.rank_worker JOBS OUT`, one a rank.
+
+Importing DeepSpeed costs far more than these runs, so many jobs share a launch.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate.state import AcceleratorState, GradientState
+
+from drafttrain.drafters.build import build_drafter, init_from_target
+from drafttrain.drafters.eagle.config import Eagle1Config, Eagle3Config
+from drafttrain.drafters.lm.config import DraftLMConfig
+from drafttrain.drafters.medusa.config import MedusaConfig
+from drafttrain.features.sources import OnlineFeatures
+from drafttrain.losses.config import LossConfig
+from drafttrain.losses.objective import Objective
+from drafttrain.recipe.training_config import TrainingConfig
+from drafttrain.training.distributed import make_accelerator
+from drafttrain.training.launch import Launch
+from drafttrain.training.trainer import Trainer, TrainParts
+from tests.tiny_training import samples, tiny_target
+
+FAMILIES = {
+    "eagle3": Eagle3Config(taps=(0, 2, 3), draft_vocab_size=40, depth=3),
+    "eagle1": Eagle1Config(feature_noise=0.0),
+    "medusa": MedusaConfig(num_heads=3),
+    "draft_lm": DraftLMConfig(layers=(0, 3)),
+    "frozen_embedding": DraftLMConfig(layers=(0, 3), train_embedding=False),
+}
+
+
+class Recorder:
+    """Keeps the records of a run."""
+
+    def __init__(self) -> None:
+        self.records: list[dict[str, Any]] = []
+
+    def on_record(self, record: dict[str, Any]) -> None:
+        self.records.append(record)
+
+    def close(self) -> None:
+        pass
+
+
+def make_trainer(folder: Path, launch: Launch, family: str, documents: int = 12, **values: Any) -> Trainer:
+    """A trainer over `documents` random documents.
+
+    Args:
+        values: of `TrainingConfig`.
+    """
+    # A launch has one strategy; here many follow each other.
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    os.environ.pop("ACCELERATE_USE_DEEPSPEED", None)
+    config = TrainingConfig(
+        **{
+            "max_steps": 30,
+            "row_length": 64,
+            "precision": "fp32",
+            "lr": 3e-3,
+            "log_every": 1,
+            "save_every": None,
+            "packing": False,
+            **values,
+        }
+    )
+    accelerator = make_accelerator(launch, config.clip_norm)
+    target = tiny_target()
+    with torch.no_grad():
+        # A random target knows nothing; one that is sure of something can be learnt from.
+        target.head().weight.mul_(8)
+    torch.manual_seed(3)
+    drafter = build_drafter(FAMILIES[family], target.config)
+    init_from_target(drafter, target)
+    parts = TrainParts(
+        drafter=drafter,
+        objective=Objective(LossConfig()),
+        source=OnlineFeatures(target, drafter.feature_spec, batch_tokens=64),
+        samples=samples(documents),
+        target_head=target.head(),
+    )
+    return Trainer(accelerator, config, parts, folder, seed=0, fingerprint={}, launch=launch)
+
+
+def run_job(folder: Path, job: dict[str, Any]) -> list[dict[str, Any]]:
+    """Train from the start, or from the newest checkpoint in the job's folder; the records of the main rank."""
+    launch = Launch(*job.pop("launch"))
+    trainer = make_trainer(folder / job.pop("folder"), launch, job.pop("family"), **job)
+    trainer.restore("auto")
+    recorder = Recorder()
+    trainer.fit([recorder])
+    return recorder.records
+
+
+def main() -> None:
+    """Run the jobs of a JSON file and write their records."""
+    jobs, out = Path(sys.argv[1]), Path(sys.argv[2])
+    torch.set_num_threads(1)
+    results = [run_job(out.parent, job) for job in json.loads(jobs.read_text())]
+    if torch.distributed.get_rank() == 0:
+        out.write_text(json.dumps(results))
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,104 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+
+from drafttrain.files import write_json
+from drafttrain.training.heartbeat import FAILED, FOLDER, Heartbeat, Life
+
+
+class Ended(Exception):
+    """Stands for the end of the process."""
+
+
+def end(status: int) -> None:
+    assert status == FAILED
+    raise Ended
+
+
+def watch(folder: Path, rank: int, count: int, said: list[str], patience: float | None = 100.0) -> Heartbeat:
+    beat = Heartbeat(folder, "launch", rank, count, patience_s=patience, tell=said.append, end=end)
+    beat.beat()
+    return beat
+
+
+def other(folder: Path, mine: Heartbeat, **changes: object) -> None:
+    life = replace(mine.life, time=time.time(), **changes)  # type: ignore[arg-type]
+    write_json(folder / FOLDER / f"rank-{life.rank:05d}.json", asdict(life))
+
+
+def test_a_beat_says_where_a_rank_stands(tmp_path: Path) -> None:
+    with Heartbeat(tmp_path, "launch", 3, 4, patience_s=None, tell=pytest.fail) as beat:
+        beat.at(17, 2, "update")
+        beat.beat()
+        (life,) = beat.lives()
+        assert (life.rank, life.step, life.stage, life.pid, life.ended) == (3, 17, "update", os.getpid(), False)
+    assert beat.lives()[0].ended
+
+
+def test_an_error_is_left_behind(tmp_path: Path) -> None:
+    beat = Heartbeat(tmp_path, "launch", 0, 1, patience_s=None, tell=pytest.fail)
+    with pytest.raises(ValueError, match="broken"), beat:
+        raise ValueError("broken\nand more")
+    assert beat.lives()[0].failed == "broken"
+
+
+def test_a_dead_rank_is_named_by_the_lowest_that_lives(tmp_path: Path) -> None:
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    said: list[str] = []
+    beat = watch(tmp_path, 1, 3, said)
+    other(tmp_path, beat, rank=0)
+    other(tmp_path, beat, rank=2, pid=gone.pid, step=41, stage="draft on micro-batch 0")
+    other_process = replace(beat.life, rank=0, pid=os.getppid(), time=time.time())
+    write_json(tmp_path / FOLDER / "rank-00000.json", asdict(other_process))
+    beat._stopped.set()
+    with pytest.raises(Ended):
+        beat._judge()
+    assert said == []  # rank 0 lives, and speaks
+    lowest = watch(tmp_path, 0, 3, said)
+    with pytest.raises(Ended):
+        lowest._judge()
+    assert len(said) == 1 and f"process {gone.pid}) died at step 42 (draft on micro-batch 0)" in said[0]
+
+
+def test_a_rank_on_a_silent_host_is_dead(tmp_path: Path) -> None:
+    life = Life("launch", 1, "another-host", 1, time=1000.0)
+    assert not life.is_dead(1010.0) and life.is_dead(2000.0)
+    assert not replace(life, ended=True).is_dead(2000.0)
+
+
+def test_a_rank_that_spoke_is_not_repeated(tmp_path: Path) -> None:
+    said: list[str] = []
+    beat = watch(tmp_path, 0, 2, said)
+    other(tmp_path, beat, rank=1, failed="the loss is NaN")
+    with pytest.raises(Ended):
+        beat._judge()
+    assert said == []
+
+
+def test_a_straggler_names_itself(tmp_path: Path) -> None:
+    said: list[str] = []
+    beat = watch(tmp_path, 1, 2, said, patience=60.0)
+    long_ago = time.time() - 100
+    beat.life.step, beat.life.order, beat.life.stage, beat.life.since = 7, 0, "features of micro-batch 0", long_ago
+    beat.beat()
+    other(tmp_path, beat, rank=0, order=1, stage="draft on micro-batch 0", since=time.time() - 99)
+    with pytest.raises(Ended):
+        beat._judge()
+    assert len(said) == 1 and "rank 1" in said[0] and "has not moved for 100 s at step 8 (features" in said[0]
+
+
+def test_patience_waits_and_other_launches_do_not_count(tmp_path: Path) -> None:
+    said: list[str] = []
+    beat = watch(tmp_path, 0, 2, said, patience=None)
+    beat.life.since -= 10_000
+    other(tmp_path, beat, rank=1, launch="an earlier one", failed="long ago")
+    beat._judge()
+    assert said == []

@@ -1,0 +1,24 @@
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+
+from drafttrain.training.signals import StopRequest
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+def test_signals_of_schedulers_ask_to_stop(number: signal.Signals) -> None:
+    before = signal.getsignal(number)
+    with StopRequest() as stop:
+        assert not stop.asked
+        os.kill(os.getpid(), number)
+        assert stop.asked
+    assert signal.getsignal(number) == before
+
+
+def test_a_second_interrupt_stops_at_once() -> None:
+    with StopRequest(), pytest.raises(KeyboardInterrupt):
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
