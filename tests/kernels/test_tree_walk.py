@@ -42,7 +42,7 @@ def on(device: torch.device, *tensors: Tensor) -> list[Tensor]:
 def test_matching(shape: str, device: torch.device) -> None:
     """Trees that all rows share, trees of their own, chains; any number of the tokens counts, none included."""
     generator = torch.Generator().manual_seed(0)
-    rows, vocab = 16, 4
+    rows, vocab = 12, 4
     tokens = random_tree(rows, vocab, generator)
     parents, reach = TREE.on(torch.device("cpu"))[0].parents, 3
     if shape == "own trees":
@@ -111,20 +111,20 @@ class Sampled:
 @pytest.mark.parametrize("chain", [0, 3])
 @pytest.mark.parametrize("draft_vocab", [23, 9])
 def test_rejection(draft_vocab: int, chain: int, narrow: bool, device: torch.device) -> None:
-    case = Sampled(24, 23, draft_vocab, chain, narrow)
+    case = Sampled(12, 23, draft_vocab, chain, narrow)
     want = case.walk("reference", torch.device("cpu"))
     assert_same(case.walk("triton", device), want)
-    assert int(want.accepted.max()) > 1
+    assert int(want.accepted.min()) == 0 and int(want.accepted.max()) > 0
 
 
 def test_a_vocabulary_of_several_blocks(device: torch.device) -> None:
-    case = Sampled(6, 2500, 1200)
+    case = Sampled(3, 2500, 1200)
     assert_same(case.walk("triton", device), case.walk("reference", torch.device("cpu")))
 
 
 def test_greedy_rows_are_the_limit(device: torch.device) -> None:
     """One-hot p: a child is kept exactly where it is the argmax."""
-    case = Sampled(24, 7, 7)
+    case = Sampled(10, 7, 7)
     best = case.logits.argmax(-1)
     case.p = torch.nn.functional.one_hot(best, 7).float()
     parents = TREE.on(torch.device("cpu"))[0].parents
@@ -132,19 +132,28 @@ def test_greedy_rows_are_the_limit(device: torch.device) -> None:
     assert_same(case.walk("triton", device), want)
 
 
-def test_the_residual_follows_the_target(device: torch.device) -> None:
-    """First tokens of a chain follow p on a 16-token vocabulary (CASES: chi-square of every verifier)."""
-    rows = 400 if device.type == "cpu" else 20_000
-    case = Sampled(1, VOCAB, VOCAB, chain=1)
+@pytest.mark.parametrize("chain", [True, False])
+def test_first_tokens_follow_the_target(chain: bool, device: torch.device) -> None:
+    """Chi-square on a 16-token vocabulary, of the kernel on a GPU and of the definition, which it equals, elsewhere."""
+    rows = 20_000
+    case = Sampled(1, VOCAB, VOCAB, chain=2 if chain else 0)
+    p, q = case.p.clone(), case.q.clone()
+    case.p, case.q = p.expand(rows, -1, -1), q.expand(rows, -1, -1)
     generator = torch.Generator().manual_seed(5)
-    case.p, case.q = case.p.repeat(rows, 1, 1), case.q.repeat(rows, 1, 1)
-    case.tokens = torch.multinomial(case.q[:, 0], 1, generator=generator)
-    case.counts = torch.ones(rows, dtype=torch.int64)
-    case.decides = torch.rand(rows, 1, generator=generator, dtype=torch.float64)
-    case.draws = torch.rand(rows, 2, generator=generator, dtype=torch.float64)
-    walk = case.walk("triton", device)
-    accepted, bonus = walk.accepted.cpu(), walk.bonus.cpu()
-    assert_follows(torch.where(accepted == 1, case.tokens[:, 0], bonus), case.p[0, 0])
+    case.tokens = torch.zeros(rows, case.nodes, dtype=torch.int64)
+    for place, children in enumerate(case.family.children.tolist()):
+        own = [child - 1 for child in children if child]
+        if own:
+            weights = q[0, case.family.q_rows[place]].expand(rows, -1)
+            case.tokens[:, own] = torch.multinomial(weights, len(own), generator=generator)
+    case.counts = torch.full((rows,), case.nodes)
+    case.decides = torch.rand(rows, case.nodes, generator=generator, dtype=torch.float64)
+    case.draws = torch.rand(rows, case.draws.shape[1], generator=generator, dtype=torch.float64)
+    walk = case.walk("auto", device)
+    accepted, bonus, path = walk.accepted.cpu(), walk.bonus.cpu(), walk.path.cpu()
+    first = case.tokens.gather(1, path[:, 1:2] - 1)[:, 0]
+    assert_follows(torch.where(accepted > 0, first, bonus), p[0, 0])
+    assert 0.1 < float((accepted > 0).float().mean()) < 0.99
 
 
 def test_the_engine_s_verifiers_are_these() -> None:
