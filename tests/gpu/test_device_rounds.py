@@ -30,11 +30,12 @@ def on_cuda(kind: str = "llama") -> CausalLM:
     return tiny_target(kind, num_hidden_layers=6).to("cuda")
 
 
-def engine_of(target: CausalLM, shape: str, on_device: bool, batch: int = 5) -> Engine:
+def engine_of(target: CausalLM, shape: str, on_device: bool, batch: int = 5, kind: str = "llama") -> Engine:
     vocab_map = VocabMap.from_ids(range(0, VOCAB, 2), VOCAB)
-    draft = new_draft(Eagle3Config(family="eagle3", draft_vocab_size=31), target.cpu(), vocab_map=vocab_map)
-    draft.bind(target.to("cuda").embedding_weight, target.head())
-    proposer = build_proposer(draft.to("cuda"), tree=SHAPES[shape])
+    twin = tiny_target(kind, num_hidden_layers=6)
+    draft = new_draft(Eagle3Config(family="eagle3", draft_vocab_size=31), twin, vocab_map=vocab_map).to("cuda")
+    draft.bind(target.embedding_weight, target.head())
+    proposer = build_proposer(draft, tree=SHAPES[shape])
     return Engine(target, proposer, k=3, max_batch=batch, max_length=64, on_device=on_device)
 
 
@@ -45,10 +46,10 @@ def test_graphs_play_the_host_s_rounds(shape: str, kind: str) -> None:
     target = on_cuda(kind)
     plain = Engine(target, max_batch=1, max_length=64, on_device=False)
     want = [plain.generate([request])[0].tokens for request in REQUESTS]
-    engine = engine_of(target, shape, True)
+    engine = engine_of(target, shape, True, kind=kind)
     assert engine._rounds is not None
     assert [c.tokens for c in engine.generate(REQUESTS)] == want
-    host = engine_of(target, shape, False)
+    host = engine_of(target, shape, False, kind=kind)
     assert [c.tokens for c in host.generate(REQUESTS)] == want
     keys = [[(r.request, r.round, r.accepted, r.emitted) for r in e.records] for e in (engine, host)]
     assert keys[0] == keys[1]
