@@ -309,7 +309,7 @@ class Engine:
             rounds.draft.commit(accepted)
         for row, finite in zip(rows, played.finite, strict=True):
             if not finite:
-                self._fail(row)
+                self._not_finite(row)
         emitted = [self._append(*each) for each in zip(rows, played.kept, played.bonus, strict=True)]
         reasons = [row.reason for row in rows]
         facts = zip(rows, played.proposed, played.depths, played.accepted, emitted, reasons, strict=True)
@@ -373,7 +373,7 @@ class Engine:
         states = states.clone()
         for index in (~finite).nonzero()[:, 0].tolist():
             row = rows[index]
-            self._fail(row)
+            self._not_finite(row)
             states[index] = 0
             self.cache.wipe(first + index)
             for tap in taps:
@@ -382,7 +382,7 @@ class Engine:
         return states
 
     @staticmethod
-    def _fail(row: Row) -> None:
+    def _not_finite(row: Row) -> None:
         row.reason = "error"
         row.error = RequestError(row.request.id, f"request {row.request.id}: the target's states are not finite")
 

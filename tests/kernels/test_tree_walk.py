@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
 
-from drafttrain.engine.sampling import SamplingParams
+from drafttrain.engine.sampling import RowStreams, SamplingParams, uniforms
 from drafttrain.engine.tree import TreeShape
 from drafttrain.engine.verify import Proposal, verify_chain
+from drafttrain.engine.verify_kernels import reject_by_kernel
 from drafttrain.engine.verify_tree import verify_tree
 from drafttrain.modeling.vocab_map import VocabMap
 from drafttrain.ops.tree_walk import Family, Walk, chain_family, walk_by_match, walk_by_rejection
@@ -170,3 +173,24 @@ def test_the_engine_s_verifiers_are_these() -> None:
     verdict = verify_chain(case.logits[:, :5], chain, greedy, [None] * 12)
     want = walk_by_match(best[:, :5], chain.tokens, chain.counts, torch.arange(4)[None], 4)
     assert torch.equal(verdict.accepted, want.accepted) and torch.equal(verdict.bonus, want.bonus)
+
+
+@pytest.mark.parametrize("chain", [0, 3])
+@pytest.mark.parametrize("draft_vocab", [23, 9])
+def test_sampled_verdicts_of_the_engine_are_these(draft_vocab: int, chain: int, device: torch.device) -> None:
+    """The verifiers that the engine uses on a CPU, and the kernel that it uses on CUDA, from the same streams."""
+    rows = 10
+    case = Sampled(rows, 23, draft_vocab, chain)
+    params = [SamplingParams(temperature=0.0 if i % 4 == 0 else 1.0, seed=i) for i in range(rows)]
+    streams = [None if p.greedy else RowStreams(p.seed, str(i)).verdict(3) for i, p in enumerate(params)]
+    tree = None if chain else TREE.on(torch.device("cpu"))[0]
+    proposal = Proposal(case.tokens, case.counts, case.q, case.map, tree)
+    want = (verify_chain if chain else verify_tree)(case.logits, proposal, params, streams)
+    depth = chain or TREE.depth
+    decides, draws = uniforms(streams, case.nodes), uniforms(streams, depth + 1, by_place=True)
+    there = replace(proposal, tokens=case.tokens.to(device), q=case.q.to(device), tree=tree and TREE.on(device)[0])
+    got = reject_by_kernel(case.logits.to(device), there, params, decides, draws, impl="triton")
+    assert torch.equal(got.accepted, want.accepted) and torch.equal(got.bonus.cpu(), want.bonus)
+    assert (got.path is None) == (want.path is None)
+    if got.path is not None and want.path is not None:
+        assert torch.equal(got.path, want.path)

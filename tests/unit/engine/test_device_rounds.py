@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from drafttrain.drafters.base import Drafter
 from drafttrain.drafters.eagle.config import Eagle1Config, Eagle3Config
-from drafttrain.engine.device_rounds import DeviceRounds
+from drafttrain.engine.device_rounds import DeviceRounds, RoundInput
 from drafttrain.engine.engine import Engine
 from drafttrain.engine.graphs import Graph, bucket_of, buckets
 from drafttrain.engine.proposers import NGramProposer, build_proposer
@@ -143,6 +143,23 @@ def test_sampled_rows_go_by_the_host() -> None:
         engine = Engine(target, build_proposer(draft_of(target)), k=3, max_batch=3, max_length=64, on_device=on_device)
         outputs.append([c.tokens for c in engine.generate(requests)])
     assert outputs[0] == outputs[1]
+
+
+def test_a_row_that_is_not_finite_is_told_apart() -> None:
+    """The others come to what they come to alone; what the draft reads of it is finite."""
+    target = tiny_target("llama", num_hidden_layers=6)
+    proposer = build_proposer(draft_of(target))
+    engine = Engine(target, proposer, k=2, max_batch=2, max_length=64, on_device=True)
+    with torch.no_grad():
+        target.embedding_weight[60] = torch.nan
+    rounds = engine._rounds
+    assert rounds is not None
+    with torch.inference_mode():
+        alone = rounds.play([RoundInput(0, 5, 2)])
+        both = rounds.play([RoundInput(0, 5, 2), RoundInput(0, 60, 2)])
+    assert both.finite == [True, False]
+    assert (both.accepted[0], both.kept[0], both.bonus[0]) == (alone.accepted[0], alone.kept[0], alone.bonus[0])
+    assert bool(proposer._hidden.isfinite().all())
 
 
 def test_drafts_of_the_host_stay_there() -> None:
