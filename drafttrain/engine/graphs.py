@@ -50,6 +50,9 @@ class Graph(Generic[T]):
         pool: memory shared with other graphs that never run at the same time, from `torch.cuda.graph_pool_handle`.
         capture: record on CUDA; False calls the function there too, to find faults.
 
+    Raises:
+        EngineError: at the first call, what cannot be recorded.
+
     Attributes:
         launches: calls from Python so far; of a recorded graph, each is one.
     """
@@ -72,6 +75,17 @@ class Graph(Generic[T]):
         return self._out
 
     def _record(self) -> None:
+        try:
+            self._record_unchecked()
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            raise EngineError(
+                f"a round cannot be recorded as a CUDA graph: {str(error).splitlines()[0]}",
+                remedy="the architecture may wait for the device in its forward: use Engine(on_device=False)",
+            ) from error
+
+    def _record_unchecked(self) -> None:
         side = torch.cuda.Stream(self._device)
         side.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(side):

@@ -47,6 +47,21 @@ def tree_attention() -> Iterator[Case]:
                 constants = {"HKV": 8, "G": 4, "D": width, "FIELDS": fields, "SPLITS": splits, "WORD": 32}
                 constants |= {"SOFTCAP": softcap, "UPCAST": False, "PRECISION": "tf32", **sizes}
                 yield Case(f"D{width} nodes{nodes} splits{splits}", "_attend", types, constants, options)
+    # An fp32 target of a tiny model, as tests on a GPU have it.
+    sizes = config(3 * 9, 8)
+    options = {key: sizes.pop(key) for key in ("num_warps", "num_stages")}
+    types = {
+        "Q": "*fp32",
+        "K": "*fp32",
+        "V": "*fp32",
+        "PACKED": "*i64",
+        "OUT": "*fp32",
+        "PART": "*fp32",
+        "LSE": "*fp32",
+    }
+    types |= {"scale": "fp32", "softcap": "fp32", "T": "i32", "S": "i32"} | dict.fromkeys(strides, "i32")
+    constants = {"HKV": 2, "G": 3, "D": 8, "FIELDS": 4, "SPLITS": 2, "WORD": 32, "SOFTCAP": True, "UPCAST": True}
+    yield Case("fp32 D8", "_attend", types, constants | {"PRECISION": "ieee", **sizes}, options)
     types = {"PART": "*fp32", "LSE": "*fp32", "OUT": "*bf16", "T": "i32", "o_row": "i32", "o_head": "i32"}
     constants = {"HQ": 32, "D": 128, "SPLITS": 32, "BLOCK_D": 128}
     yield Case("merge", "_merge", types | {"o_token": "i32"}, constants, {})

@@ -122,7 +122,7 @@ def test_attention_takes_packed_masks() -> None:
 def test_shapes_that_do_not_fit_are_refused() -> None:
     q, k, v, packed = make(CASES["tree of 8"], torch.float32, torch.device("cpu"))
     with pytest.raises(ValueError, match="do not divide"):
-        tree_attention(q[:, :5], k, v, packed, 1.0)
+        tree_attention(q, k.repeat(1, 2, 1, 1), v.repeat(1, 2, 1, 1), packed, 1.0)
     with pytest.raises(ValueError, match="packed mask"):
         tree_attention(q, k, v, unpack(packed, k.shape[2]), 1.0)
     with pytest.raises(ValueError, match="at most 64"):

