@@ -104,7 +104,19 @@ def draft_topk() -> Iterator[Case]:
     yield Case("select", "_select", types, {"COUNT": 10, "BLOCK": 128}, {})
 
 
+def soft_ce() -> Iterator[Case]:
+    """With and without a gradient."""
+    from drafttrain.ops.soft_ce.triton import BLOCK
+
+    types = {"DRAFT": "*bf16", "TARGET": "*bf16", "VALUE": "*fp32", "TOP": "*i64", "weight": "fp32"}
+    types |= dict.fromkeys(["V", "draft_row", "target_row"], "i32")
+    for gradient in (True, False):
+        sizes = {"DIVERGENCE": gradient, "GRADIENT": gradient, "BLOCK": BLOCK}
+        yield Case(f"gradient {gradient}", "_soft_ce", types, sizes, {"num_warps": 8})
+
+
 CASES = {
+    "soft_ce": soft_ce,
     "tree_attention": tree_attention,
     "tree_walk": tree_walk,
     "kv_compact": kv_compact,

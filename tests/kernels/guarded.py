@@ -79,8 +79,16 @@ def draft_topk() -> None:
     select(guarded(score.flatten(1)), 7, impl="triton")
 
 
+def soft_ce() -> None:
+    """Vocabularies that fill no block."""
+    from drafttrain.ops.soft_ce import soft_ce
+
+    for vocab in (37, 5000):
+        soft_ce(guarded(torch.randn(3, vocab)), guarded(torch.randn(3, vocab)), impl="triton")
+
+
 def stray() -> None:
-    """Claims one slot more than the cache has, and a vocabulary one token wider than the logits."""
+    """Claims a vocabulary wider than the logits."""
     from drafttrain.ops.draft_topk import expand
 
     logits = guarded(torch.randn(1, 1, 2048))

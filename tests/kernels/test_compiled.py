@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-OPS = ["tree_attention", "tree_walk", "kv_compact", "draft_topk"]
+OPS = ["tree_attention", "tree_walk", "kv_compact", "draft_topk", "soft_ce"]
 
 
 def run(*arguments: str, interpret: bool) -> subprocess.CompletedProcess[str]:

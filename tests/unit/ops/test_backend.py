@@ -12,6 +12,7 @@ from drafttrain.errors import EngineError
 from drafttrain.ops import backend
 from drafttrain.ops.draft_topk import expand, select
 from drafttrain.ops.kv_compact import kv_compact
+from drafttrain.ops.soft_ce import soft_ce
 from drafttrain.ops.tree_attention import pack, tree_attention
 from drafttrain.ops.tree_walk import chain_family, walk_by_match, walk_by_rejection
 from drafttrain.ops.ttt_attention import ttt_attention
@@ -28,6 +29,7 @@ CALLS: dict[str, Callable[[Any], object]] = {
     "tree_walk, sampled": lambda impl: walk_by_rejection(
         X[0], X[0], ONE[None], ONE, chain_family(1, X.device), ONE, X[0].double(), X[0].double(), impl=impl
     ),
+    "soft_ce": lambda impl: soft_ce(X[0, 0], X[0, 0], impl=impl),
     "ttt_attention": lambda impl: ttt_attention(X, [X], [X], None, 1.0, impl=impl),
 }
 
