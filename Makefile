@@ -13,7 +13,7 @@ TORCH_CPU ?= torch==2.13.0
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-EXTRAS := data,dev
+EXTRAS := data,dev,kernels
 RECIPE ?= recipes/quickstart.yaml
 SUITE ?= eval/suites/core.yaml
 ARGS ?=

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from drafttrain.engine.device_rounds import DeviceRounds, RoundInput
 from drafttrain.engine.memory import available_bytes, memory_needed, require
 from drafttrain.engine.penalty import penalised
 from drafttrain.engine.proposers.base import Proposer, Reach, Row
@@ -41,6 +42,8 @@ class Engine:
         max_batch: rows in flight.
         max_length: prompt plus output of the longest request, in tokens.
         tokenizer: finds stop strings; default the target's, where it has one.
+        on_device: play greedy rounds without the host, as CUDA graphs (`device_rounds`); None = on CUDA, where the
+            proposer can.
 
     Attributes:
         records: one a row and round, since the last `reset`.
@@ -60,6 +63,7 @@ class Engine:
         max_batch: int = 1,
         max_length: int = 2048,
         tokenizer: Any = None,
+        on_device: bool | None = None,
     ) -> None:
         if proposer is not None and k < 1:
             raise EngineError(f"k is {k}", remedy="a draft proposes at least one token a round")
@@ -80,6 +84,11 @@ class Engine:
         if proposer is not None:
             proposer.attach(target, self.cache)
             proposer.reserve(max_batch, length)
+        self._rounds: DeviceRounds | None = None
+        if target.device.type == "cuda" if on_device is None else on_device:
+            draft = None if proposer is None else proposer.on_device(self.k)
+            if proposer is None or draft is not None:
+                self._rounds = DeviceRounds(target, self.cache, draft, max_batch)
         self.rows: list[Row] = []
         self._stops = Stops(getattr(target, "tokenizer", None) if tokenizer is None else tokenizer)
         self._cancelled: set[str] = set()
@@ -253,6 +262,9 @@ class Engine:
 
     def _round(self) -> Iterator[Completion]:
         rows = self.rows
+        if self._rounds is not None and all(row.request.sampling.plain_greedy for row in rows):
+            yield from self._round_on_device(self._rounds)
+            return
         start = self._now()
         room = torch.tensor([row.room - 1 for row in rows])
         k = min(self.k, int(room.max()))
@@ -283,8 +295,41 @@ class Engine:
         draft_s, verify_s = drafted - start + observed - appended, verified - drafted
         counts, depths, accepted = proposal.counts.tolist(), proposal.deepest().tolist(), verdict.accepted.tolist()
         facts = list(zip(rows, counts, depths, accepted, emitted, reasons, strict=True))
+        yield from self._finish(facts, start, draft_s, verify_s)
+
+    def _round_on_device(self, rounds: DeviceRounds) -> Iterator[Completion]:
+        rows, start = self.rows, time.perf_counter()
+        lengths = self.cache.lengths[: len(rows)].tolist()
+        played = rounds.play(
+            [RoundInput(length, row.tokens[-1], row.room - 1) for length, row in zip(lengths, rows, strict=True)]
+        )
+        accepted = torch.tensor(played.accepted)
+        self.cache.lengths[: len(rows)] += accepted + 1
+        if rounds.draft is not None:
+            rounds.draft.commit(accepted)
+        for row, finite in zip(rows, played.finite, strict=True):
+            if not finite:
+                self._not_finite(row)
+        emitted = [self._append(*each) for each in zip(rows, played.kept, played.bonus, strict=True)]
+        reasons = [row.reason for row in rows]
+        facts = zip(rows, played.proposed, played.depths, played.accepted, emitted, reasons, strict=True)
+        yield from self._finish(list(facts), start, played.draft_s, played.verify_s)
+
+    def _finish(
+        self,
+        facts: list[tuple[Row, int, int, int, int, str | None]],
+        start: float,
+        draft_s: float,
+        verify_s: float,
+    ) -> Iterator[Completion]:
+        """Record a round that began at `start` and let finished rows go.
+
+        Args:
+            facts: a row, and its tokens checked, their depth, those accepted, those emitted, and why it ended.
+            start, draft_s, verify_s: seconds.
+        """
         finished = list(self._retire())
-        end = self._now()
+        end = self._now() if self._rounds is None else time.perf_counter()
         host_s = end - start - draft_s - verify_s
         for row, proposed, depth, kept, count, reason in facts:
             self.records.append(
@@ -328,14 +373,18 @@ class Engine:
         states = states.clone()
         for index in (~finite).nonzero()[:, 0].tolist():
             row = rows[index]
-            row.reason = "error"
-            row.error = RequestError(row.request.id, f"request {row.request.id}: the target's states are not finite")
+            self._not_finite(row)
             states[index] = 0
             self.cache.wipe(first + index)
             for tap in taps:
                 taps[tap] = taps[tap].clone()
                 taps[tap][index] = 0
         return states
+
+    @staticmethod
+    def _not_finite(row: Row) -> None:
+        row.reason = "error"
+        row.error = RequestError(row.request.id, f"request {row.request.id}: the target's states are not finite")
 
     def _verify(self, logits: Tensor, proposal: Proposal, rows: list[Row]) -> Verdict:
         streams = [None if row.streams is None else row.streams.verdict(len(row.tokens)) for row in rows]

@@ -77,6 +77,11 @@ class SamplingParams:
         return self.temperature == 0
 
     @property
+    def plain_greedy(self) -> bool:
+        """True where the output is the argmax of the logits themselves."""
+        return self.greedy and self.repetition_penalty == 1
+
+    @property
     def lossy(self) -> bool:
         """True where outputs do not follow the target's distribution."""
         return self.typical is not None and not self.greedy

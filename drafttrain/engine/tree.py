@@ -282,6 +282,8 @@ class DynamicTree:
     def __post_init__(self) -> None:
         if self.depth < 1 or self.top_k < 1:
             raise EngineError(f"a dynamic tree of depth {self.depth} and top-k {self.top_k}: both are at least 1")
+        if self.top_k > MAX_NODES:
+            raise EngineError(f"a dynamic tree of top-k {self.top_k}", remedy=f"it is at most {MAX_NODES}")
         if not 1 <= self.nodes <= MAX_NODES:
             raise EngineError(f"a dynamic tree of {self.nodes} nodes", remedy=f"it has 1 to {MAX_NODES}")
 

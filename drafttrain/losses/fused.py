@@ -23,6 +23,8 @@ from torch.autograd.function import once_differentiable
 
 from drafttrain.losses.terms import Distribution, Rows, Term
 from drafttrain.modeling.head import Head
+from drafttrain.ops.backend import use_triton
+from drafttrain.ops.soft_ce import soft_ce
 
 SLAB = 2**21  # elements of a head's gradient that are computed at a time
 
@@ -145,6 +147,10 @@ class FusedLoss:
         offsets = [0]
         for part in taken:
             offsets.append(offsets[-1] + len(part))
+        if self._has_kernel(head, x.device, logits.dtype):
+            assert target_logits is not None
+            self._loss_by_kernel(group.depths, logits, target_logits, offsets, start)
+            return logits, x
         block = max(1, block_logits(x.device) // logits.shape[1])
         for at in range(0, end - start, block):
             labels = slice(start + at, min(start + at + block, end))
@@ -170,6 +176,32 @@ class FusedLoss:
                 if self.with_grad and gradient is not None:
                     here.copy_(_through_finish(head, rows.draft.logits, gradient))
         return logits, x
+
+    def _has_kernel(self, head: Head, device: torch.device, dtype: torch.dtype) -> bool:
+        """Whether one kernel computes all terms: a lone cross-entropy or divergence of heads that do nothing else."""
+        heads = (head, self.target_head)
+        return (
+            [name for name, _, _ in self.terms] in (["soft_ce"], ["forward_kl"])
+            and self.full_lse is None
+            and all(one is not None and one.softcap is None and one.scale == 1.0 for one in heads)
+            and use_triton("soft_ce", "auto", device, dtype)
+        )
+
+    def _loss_by_kernel(
+        self, depths: Sequence[int], logits: Tensor, target_logits: Tensor, offsets: Sequence[int], start: int
+    ) -> None:
+        """What `_loss` does with its blocks; `offsets` [depths + 1] are where each depth's rows begin."""
+        ((name, weight, _),) = self.terms
+        for k, offset, stop in zip(depths, offsets, offsets[1:], strict=False):
+            n = stop - offset
+            if n == 0:
+                continue
+            value, top = soft_ce(
+                logits[offset:stop], target_logits[:n], divergence=name == "forward_kl", weight=weight,
+                gradient=self.with_grad, impl="triton",
+            )  # fmt: skip
+            self.sums[name][k] += value.sum(dtype=torch.float64)
+            self.correct[k] += (top == self.top1[start : start + n]).sum()
 
     def _terms(self, k: int, rows: Rows) -> Tensor | None:
         """Add the sums of all terms at depth k; returns the weighted gradient of the logits, if any."""

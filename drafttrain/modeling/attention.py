@@ -9,6 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
+from drafttrain.ops.tree_attention import is_packed, tree_attention
+
 ATTENTION_NAME = "drafttrain"
 
 
@@ -18,13 +20,16 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, s
     Args:
         q: [B, Hq, T, D].
         k, v: [B, Hkv, S, D], Hq a multiple of Hkv.
-        mask: bool [B or 1, 1, T, S], True where a query may look; None = causal when T == S, everything when T == 1.
+        mask: bool [B or 1, 1, T, S], True where a query may look; or a packed one (`ops.tree_attention`); None =
+            causal when T == S, everything when T == 1.
         scale: factor on the scores.
         softcap: c in c * tanh(scores / c) (Gemma 2), or None.
 
     Returns:
         [B, Hq, T, D].
     """
+    if mask is not None and is_packed(mask):
+        return tree_attention(q, k, v, mask, scale, softcap=softcap)
     if softcap is not None:
         return _attend_softcapped(q, k, v, mask, scale, softcap)
     batch, q_heads, n_new, dim = q.shape

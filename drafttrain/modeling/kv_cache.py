@@ -3,6 +3,9 @@
 Rows 0 .. n-1 are in use; a row that leaves is replaced by the last one (`move_row`), so that every forward reads a
 contiguous slice and nothing is gathered. Entries behind a row's length are garbage that the mask hides: dropping
 rejected tokens is a change of `lengths` alone. A tree's accepted path is first moved to the front (`compact`).
+
+A forward is announced by `begin`, with lengths that the host knows, or by `begin_on_device`, with lengths that the
+device alone knows: then nothing synchronises, and masks alone bound what is read, so that a CUDA graph can hold it.
 """
 
 from __future__ import annotations
@@ -14,6 +17,9 @@ from torch import Tensor
 from transformers import Cache
 
 from drafttrain.modeling.attention import attend
+from drafttrain.ops.backend import use_triton
+from drafttrain.ops.kv_compact import kv_compact
+from drafttrain.ops.tree_attention import MAX_TAIL, pack
 
 
 class StaticKVCache(Cache):
@@ -25,6 +31,8 @@ class StaticKVCache(Cache):
 
     Attributes:
         lengths: int64 [rows] on the CPU, the committed tokens of each row.
+        packed: masks of up to 64 new tokens are packed ones, for the tree attention kernel: on CUDA, where Triton is
+            installed.
     """
 
     def __init__(
@@ -57,6 +65,8 @@ class StaticKVCache(Cache):
         self.k = [place[layer][0] for layer in range(n_layers)]
         self.v = [place[layer][1] for layer in range(n_layers)]
         self.lengths = torch.zeros(rows, dtype=torch.int64)
+        self.packed = use_triton("tree_attention", "auto", self.device, dtype)
+        self._before, self._on_device = self.lengths, False
         self._n_rows = self._n_new = self._first = self._visible = 0
         self._slots: Tensor | None = None
         self._masks: dict[int | None, Tensor | None] = {}
@@ -84,12 +94,8 @@ class StaticKVCache(Cache):
         longest = int(lengths.max()) + n_new
         if longest > self.length:
             raise ValueError(f"the cache holds {self.length} tokens a row, {longest} were asked for")
-        self._n_rows, self._n_new, self._first, self._offset = n_rows, n_new, first_row, offset
+        self._announce(self.lengths[first_row : first_row + n_rows], n_new, tail_mask, first_row, offset)
         self._visible = longest
-        self._tail = None
-        if tail_mask is not None:
-            self._tail = (tail_mask if tail_mask.dim() == 3 else tail_mask[None]).to(self.device)
-        self._masks = {}
         if bool((lengths == lengths[0]).all()):
             self._slots = None
             self._start = int(lengths[0])
@@ -97,11 +103,48 @@ class StaticKVCache(Cache):
             self._slots = (lengths[:, None] + torch.arange(n_new)).to(self.device)
             self._rows = torch.arange(n_rows, device=self.device)[:, None]
 
+    def begin_on_device(
+        self, lengths: Tensor, n_new: int, tail_mask: Tensor | None = None, first_row: int = 0, offset: int = 0
+    ) -> None:
+        """Announce a forward as `begin` does, without synchronising; `self.lengths` is neither read nor checked.
+
+        Args:
+            lengths: int64 [n_rows] on the cache's device, the committed tokens of the rows that take part.
+            n_new, tail_mask, first_row, offset: as `begin` takes them; offset + n_new is at most 64, or 65 where
+                offset is 0 and all see the first.
+
+        Raises:
+            ValueError: more uncommitted tokens than that.
+        """
+        self._announce(lengths, n_new, tail_mask, first_row, offset, on_device=True)
+        if not self._fits_packed():
+            raise ValueError(f"{offset + n_new} uncommitted tokens a row; on the device there are at most {MAX_TAIL}")
+        self._visible = self.length
+        self._slots = lengths[:, None] + torch.arange(offset, offset + n_new, device=self.device)
+        self._rows = torch.arange(len(lengths), device=self.device)[:, None]
+
+    def _announce(
+        self,
+        lengths: Tensor,
+        n_new: int,
+        tail_mask: Tensor | None,
+        first_row: int,
+        offset: int,
+        on_device: bool = False,
+    ) -> None:
+        self._before, self._on_device = lengths, on_device
+        self._n_rows, self._n_new, self._first, self._offset = len(lengths), n_new, first_row, offset
+        self._tail = None
+        if tail_mask is not None:
+            self._tail = (tail_mask if tail_mask.dim() == 3 else tail_mask[None]).to(self.device)
+        self._masks = {}
+
     def positions(self) -> Tensor:
         """int64 [n_rows, n_new]: each new token's place in its text: along the cache, or along its path in a tree."""
-        lengths = self.lengths[self._first : self._first + self._n_rows]
+        lengths = self._before
         if self._tail is None:
-            return (lengths[:, None] + torch.arange(self._offset, self._offset + self._n_new)).to(self.device)
+            own = torch.arange(self._offset, self._offset + self._n_new, device=lengths.device)
+            return (lengths[:, None] + own).to(self.device)
         return lengths.to(self.device)[:, None] + self._tail.sum(-1) - 1
 
     def update(
@@ -121,7 +164,7 @@ class StaticKVCache(Cache):
         return k[:, :, : self._visible], v[:, :, : self._visible]
 
     def mask(self, window: int | None = None) -> Tensor | None:
-        """bool [n_rows, 1, n_new, S] for the announced forward, None if every query sees everything.
+        """bool [n_rows, 1, n_new, S] for the announced forward, or a packed one; None if every query sees everything.
 
         Args:
             window: sliding window in tokens, the query included, or None.
@@ -131,6 +174,8 @@ class StaticKVCache(Cache):
         return self._masks[window]
 
     def _build_mask(self, window: int | None) -> Tensor | None:
+        if (self.packed or self._on_device) and self._fits_packed():
+            return self._build_packed_mask(window)
         plain = self._slots is None and self._tail is None and (window is None or self._visible <= window)
         # One new token sees all; a prefill from the start is plain causal, which SDPA does without a mask.
         if plain and (self._n_new == 1 or self._start == 0):
@@ -144,6 +189,20 @@ class StaticKVCache(Cache):
         if window is not None:
             seen = seen & (column > own[..., None] - window)
         return seen[:, None].to(self.device)
+
+    def _fits_packed(self) -> bool:
+        # One more than the bits there are: a full tree and its root, which all of it sees.
+        return self._offset + self._n_new <= MAX_TAIL or (self._offset, self._n_new) == (0, MAX_TAIL + 1)
+
+    def _build_packed_mask(self, window: int | None) -> Tensor:
+        sees, before = self._tail, self._before.to(self.device)
+        width = self._offset + self._n_new
+        if sees is None:
+            sees = torch.ones(self._n_new, width, dtype=torch.bool, device=self.device).tril(self._offset)[None]
+        if width == MAX_TAIL + 1:
+            # The root counts among the committed.
+            sees, before = sees[..., 1:], before + 1
+        return pack(sees, before, window)
 
     def _build_tree_mask(self, tail: Tensor, window: int | None) -> Tensor:
         own = self.positions()[..., None]
@@ -184,6 +243,10 @@ class StaticKVCache(Cache):
             source: int64 [n_rows, m]: the token that becomes the j-th behind a row's length is now the
                 source[b, j]-th, source[b, j] >= j.
         """
+        if use_triton("kv_compact", "auto", self.device):
+            rows = slice(self._first, self._first + len(source))
+            self.compact_on_device(self.lengths[rows].to(self.device), source.to(self.device))
+            return
         moved = (source.cpu() != torch.arange(source.shape[1])).nonzero()
         if not len(moved):
             return
@@ -202,6 +265,11 @@ class StaticKVCache(Cache):
         index = (self._first + rows).to(self.device)[:, None]
         for store in self._stores:
             store[:, :, index, :, new] = store[:, :, index, :, old]
+
+    def compact_on_device(self, lengths: Tensor, source: Tensor) -> None:
+        """As `compact`, with all on the device (int64 [n_rows], [n_rows, m]) and without synchronising."""
+        for store in self._stores:
+            kv_compact(store, lengths, source, self._first)
 
     def set_lengths(self, lengths: Tensor, first_row: int = 0) -> None:
         """Set the committed lengths of rows first_row .. (int64 [n]); shorter drops what is behind."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from torch import Tensor
 
@@ -17,6 +17,9 @@ from drafttrain.errors import EngineError
 from drafttrain.modeling.causal_lm import CausalLM
 from drafttrain.modeling.kv_cache import StaticKVCache
 from drafttrain.modeling.taps import FeatureSpec, Tap
+
+if TYPE_CHECKING:
+    from drafttrain.engine.proposers.on_device import DeviceDraft
 
 
 @dataclass
@@ -120,6 +123,10 @@ class Proposer(ABC):
 
     def forget(self) -> None:  # noqa: B027 (few drafts learn)
         """Drop what was learnt from past requests."""
+
+    def on_device(self, k: int) -> DeviceDraft | None:
+        """What drafts up to k deep in greedy rounds that stay on the device, or None. After `reserve`."""
+        return None
 
     def memory_bytes(self) -> int:
         """Weights and state the draft adds, in bytes."""

@@ -13,10 +13,12 @@ from drafttrain.drafters.eagle.base import EagleDrafter
 from drafttrain.engine.proposers.base import Proposer, Row
 from drafttrain.engine.proposers.choose import Chooser
 from drafttrain.engine.proposers.grow import grow_dynamic, grow_static
+from drafttrain.engine.proposers.on_device import DeviceDraft, EagleOnDevice
 from drafttrain.engine.tree import DynamicTree, TreeShape
 from drafttrain.engine.verify import Proposal
 from drafttrain.modeling.kv_cache import StaticKVCache
 from drafttrain.modeling.taps import Tap
+from drafttrain.ops.tree_attention import MAX_TAIL
 
 _BACKLOG = 32
 """Tokens of a row that may be put off."""
@@ -165,6 +167,12 @@ class EagleProposer(Proposer):
         if isinstance(tree, DynamicTree):
             return grow_dynamic(tree, min(k, tree.depth), rows, logits, step, self.drafter.vocab_map).proposal
         return grow_static(tree.cut(k), rows, logits, step, self.drafter.vocab_map, self.sampled).proposal
+
+    def on_device(self, k: int) -> DeviceDraft | None:
+        """The same steps without the host, where what is read ahead fits a packed mask."""
+        if self.tree is not None and self.tree.read_ahead > MAX_TAIL:
+            return None
+        return EagleOnDevice(self.drafter, self._head, self._cache, self._hidden, self._readout, self.tree, k)
 
     def move_row(self, source: int, destination: int) -> None:
         """Row `source` takes the place of `destination`."""

@@ -15,6 +15,7 @@ from drafttrain.engine.tree import DynamicTree, Level, Tree, TreeShape, ancestor
 from drafttrain.engine.verify import Proposal
 from drafttrain.engine.verify_tree import without_replacement
 from drafttrain.modeling.vocab_map import VocabMap
+from drafttrain.ops.draft_topk import expand, select
 
 
 class TreeStep(Protocol):
@@ -58,19 +59,43 @@ def grow_static(
         sampled: in rows that are sampled, draw children without replacement from the draft's distribution instead of
             taking its best tokens.
     """
-    tree, levels, slots = shape.on(logits.device)
     children = _Drawn(rows, shape) if sampled and any(row.streams is not None for row in rows) else _Best()
-    tokens = torch.empty(len(rows), shape.nodes, dtype=torch.int64, device=logits.device)
     penalty = DraftPenalty(rows, vocab_map)
-    logits = penalty.apply(logits[:, None])
+    tokens, tree, slots = _fill(shape, penalty.apply(logits), _lowered(step, penalty), vocab_map, children)
+    counts = torch.full((len(rows),), shape.nodes)
+    return Grown(Proposal(tokens, counts, children.q(), vocab_map, tree), slots)
+
+
+def grow_best(shape: TreeShape, logits: Tensor, step: TreeStep, vocab_map: VocabMap) -> tuple[Tensor, Tree, Tensor]:
+    """Fill a shape with the draft's best tokens, without synchronising.
+
+    Returns:
+        tokens int64 [n, N], the tree, and `Grown.slots`.
+    """
+    return _fill(shape, logits, step, vocab_map, _Best())
+
+
+def _lowered(step: TreeStep, penalty: DraftPenalty) -> TreeStep:
+    """The step, with the rows' penalty on its logits."""
+
+    def lowered(tokens: Tensor, parents: Tensor, sees: Tensor, offset: int, depth: int) -> Tensor:
+        return penalty.apply(step(tokens, parents, sees, offset, depth))
+
+    return lowered
+
+
+def _fill(
+    shape: TreeShape, logits: Tensor, step: TreeStep, vocab_map: VocabMap, children: _Best | _Drawn
+) -> tuple[Tensor, Tree, Tensor]:
+    tree, levels, slots = shape.on(logits.device)
+    tokens = torch.empty(len(logits), shape.nodes, dtype=torch.int64, device=logits.device)
+    logits = logits[:, None]
     for depth, level in enumerate(levels):
         if depth:
             logits = step(tokens[:, level.nodes], level.parents[None], level.sees[None], level.offset, depth)
-            logits = penalty.apply(logits)
         own = children.of(logits, level)
         tokens[:, level.start : level.start + own.shape[1]] = vocab_map.to_target(own)
-    counts = torch.full((len(rows),), shape.nodes)
-    return Grown(Proposal(tokens, counts, children.q(), vocab_map, tree), slots[None])
+    return tokens, tree, slots[None]
 
 
 class _Best:
@@ -120,24 +145,43 @@ class _Drawn:
         return torch.cat(self._q, 1)
 
 
+class GrownOnDevice(NamedTuple):
+    """tokens int64 [n, N], counts int64 [n] on their device, the tree, and `Grown.slots`."""
+
+    tokens: Tensor
+    counts: Tensor
+    tree: Tree
+    slots: Tensor
+
+
 def grow_dynamic(
     tree: DynamicTree, depth: int, rows: Sequence[Row], logits: Tensor, step: TreeStep, vocab_map: VocabMap
 ) -> Grown:
+    """`grow_dynamic_on_device` for the engine; a row near its end gets no node deeper than it has room."""
+    room = torch.tensor([row.room - 1 for row in rows], device=logits.device)
+    penalty = DraftPenalty(rows, vocab_map)
+    lowered = _lowered(step, penalty)
+    grown = grow_dynamic_on_device(tree, depth, room, penalty.apply(logits), lowered, vocab_map)
+    return Grown(Proposal(grown.tokens, grown.counts.cpu(), None, vocab_map, grown.tree), grown.slots)
+
+
+def grow_dynamic_on_device(
+    tree: DynamicTree, depth: int, room: Tensor, logits: Tensor, step: TreeStep, vocab_map: VocabMap
+) -> GrownOnDevice:
     """Expand the likeliest nodes of each level, then keep the likeliest of all (EAGLE-2, arXiv 2406.16858).
 
     Args:
         tree: sizes.
         depth: levels to grow, at least 1.
-        rows: whose trees; a row near its end gets no node deeper than it has room.
+        room: int64 [n], the deepest node that each row can keep.
         logits: [n, Vd] behind the root.
         step: reads a level.
         vocab_map: the draft's vocabulary.
     """
-    count, device = len(rows), logits.device
+    count, device = len(logits), logits.device
     width = min(tree.top_k, logits.shape[-1])
-    penalty = DraftPenalty(rows, vocab_map)
     # Candidates of all levels, in level order.
-    score, token = log_chances(penalty.apply(logits[:, None]), width)
+    score, token = log_chances(logits[:, None], None, width)
     score, token = score.flatten(1), token.flatten(1)
     scores, tokens, parents = [score], [token], [torch.full_like(token, -1)]
     slots = []
@@ -152,34 +196,37 @@ def grow_dynamic(
         seen = sees.expand(len(above), -1, -1).gather(1, above[..., None].expand(-1, -1, sees.shape[2]))
         sees = torch.cat([seen, own.expand(len(above), -1, -1)], 2)
         read = vocab_map.to_target(token.gather(1, chosen))
-        behind = penalty.apply(step(read, above, sees, (level - 1) * width, level))
-        chance, following = log_chances(behind, width)
+        below = step(read, above, sees, (level - 1) * width, level)
+        score, following = log_chances(below, score.gather(1, chosen), width)
         parents.append((first + chosen).repeat_interleave(width, 1))
         first += token.shape[1]
-        score = (score.gather(1, chosen)[..., None] + chance).flatten(1)
-        token = following.flatten(1)
+        score, token = score.flatten(1), following.flatten(1)
         scores.append(score)
         tokens.append(token)
-        chosen = score.topk(width, 1).indices
+        chosen = select(score, width)
         above = chosen // width
-    return _select(tree, rows, scores, tokens, parents, slots, vocab_map)
+    return _select(tree, room, scores, tokens, parents, slots, vocab_map)
 
 
-def log_chances(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The `count` likeliest of [..., V]: (log-probabilities float32 [..., count], ids)."""
+def log_chances(logits: Tensor, score: Tensor | None, count: int) -> tuple[Tensor, Tensor]:
+    """The `count` likeliest of [n, w, V] and the chances of the paths to them, given those to the nodes [n, w]:
+    (log-probabilities float32 [n, w, count], ids)."""
+    if logits.is_cuda:
+        return expand(logits, score, count)
     values, ids = top_tokens(logits, count)
-    return values.float() - logits.float().logsumexp(-1, keepdim=True), ids
+    chance = values.float() - logits.float().logsumexp(-1, keepdim=True)
+    return chance if score is None else score[..., None] + chance, ids
 
 
 def _select(
     tree: DynamicTree,
-    rows: Sequence[Row],
+    room: Tensor,
     scores: list[Tensor],
     tokens: list[Tensor],
     parents: list[Tensor],
     slots: list[tuple[Tensor, int]],
     vocab_map: VocabMap,
-) -> Grown:
+) -> GrownOnDevice:
     """The likeliest `tree.nodes` candidates of each row, in level order.
 
     A child is never likelier than its parent and comes behind it in a stable sort, so what is kept is a tree.
@@ -187,27 +234,22 @@ def _select(
     device = tokens[0].device
     score, token, parent = torch.cat(scores, 1), torch.cat(tokens, 1), torch.cat(parents, 1)
     level = torch.cat([torch.full((len(part[0]),), depth + 1, device=device) for depth, part in enumerate(tokens)])
-    room = torch.tensor([row.room - 1 for row in rows], device=device)
     score = score.masked_fill(level > room[:, None], -torch.inf)
     count = min(tree.nodes, score.shape[1])
     kept = score.sort(dim=1, descending=True, stable=True).indices[:, :count].sort(1).values
     # Where a row has fewer candidates, what is out of its reach fills up: deeper, so at the end, and not counted.
     counts = (level[kept] <= room[:, None]).sum(1)
     number = torch.full_like(token, -1)
-    number.scatter_(1, kept, torch.arange(count, device=device).expand(len(rows), -1))
+    number.scatter_(1, kept, torch.arange(count, device=device).expand(len(room), -1))
     above = parent.gather(1, kept)
     places = torch.where(above < 0, 0, number.gather(1, above.clamp(min=0)) + 1)
     read = torch.full_like(token, -1)
     for candidates, offset in slots:
         read.scatter_(1, candidates, (offset + torch.arange(candidates.shape[1], device=device)).expand_as(candidates))
     depths = level[kept]
-    return Grown(
-        Proposal(
-            vocab_map.to_target(token.gather(1, kept)),
-            counts.cpu(),
-            None,
-            vocab_map,
-            Tree(places, depths, ancestors(places, len(scores))),
-        ),
+    return GrownOnDevice(
+        vocab_map.to_target(token.gather(1, kept)),
+        counts,
+        Tree(places, depths, ancestors(places, len(scores))),
         read.gather(1, kept),
     )

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
+from drafttrain.errors import EngineError
 from drafttrain.ops.ttt_attention.flash import flash, supported
 from drafttrain.ops.ttt_attention.layout import SegmentLayout
 from drafttrain.ops.ttt_attention.reference import reference
@@ -42,8 +43,11 @@ def ttt_attention(
         [B, Hq, T, D] in q's dtype (in autocast's, where it is on).
 
     Raises:
+        EngineError: no such `impl`.
         ValueError: shapes that do not fit, or an `impl` that the device lacks.
     """
+    if impl not in get_args(Impl):
+        raise EngineError(f"ttt_attention has no impl {impl!r}", remedy=f"one of {', '.join(get_args(Impl))}")
     if len(ks) != len(vs) or not ks:
         raise ValueError(f"as many keys as values, of step 0 at least: got {len(ks)} and {len(vs)}")
     if q.shape[1] % ks[0].shape[1]:

@@ -1,0 +1,26 @@
+"""Kernels run on the GPU where there is one, and are interpreted on the CPU where there is none."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+from drafttrain.ops.backend import have_triton
+
+if not torch.cuda.is_available():
+    # Read when a kernel's module is imported, which dispatch does at the first call.
+    os.environ["TRITON_INTERPRET"] = "1"
+
+
+@pytest.fixture(autouse=True)
+def _triton() -> None:
+    if not have_triton():
+        pytest.skip("NO KERNEL WAS CHECKED: Triton is not installed (pip install 'drafttrain[kernels]')")
+
+
+@pytest.fixture(scope="session")
+def device() -> torch.device:
+    """Where the kernels run."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
