@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -19,14 +21,10 @@ from drafttrain.drafters.eagle.eagle3 import Eagle3Drafter
 from drafttrain.drafters.eagle.widen import widen_vocab
 from drafttrain.drafters.saving import check_target, warm_start
 from drafttrain.errors import RecipeError, UserError
-from drafttrain.features.sources import (
-    FeatureSource,
-    OnlineFeatures,
-    build_store,
-    open_store,
-    spot_check,
-    taps_with_final,
-)
+from drafttrain.features.building import build_store, open_store, spot_check
+from drafttrain.features.hybrid import HybridFeatures
+from drafttrain.features.lock import WHOLE, Part
+from drafttrain.features.sources import FeatureSource, OnlineFeatures, StoredFeatures, taps_with_final
 from drafttrain.features.store import StoreIdentity
 from drafttrain.losses.objective import Objective
 from drafttrain.modeling.vocab_map import VocabMap
@@ -46,6 +44,21 @@ class Reporter(Protocol):
     def progress(self, task: str, done: int, total: int) -> None:
         """`done` of `total` units of a task."""
         ...
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The processes that build the parts of a run together, each its own copy.
+
+    Attributes:
+        part: which of them this one is; they share the writing of features.
+        in_turn: a context that the main process goes through before the others; they find what it wrote.
+        wait: returns when all have called it.
+    """
+
+    part: Part = WHOLE
+    in_turn: Callable[[], AbstractContextManager[None]] = nullcontext
+    wait: Callable[[], None] = lambda: None
 
 
 @dataclass(frozen=True)
@@ -84,26 +97,24 @@ class RunParts:
         }
 
 
-def build_run(recipe: Recipe, report: Reporter) -> RunParts:
+def build_run(recipe: Recipe, report: Reporter, ranks: Ranks | None = None) -> RunParts:
     """Run all stages before training: target, prompts, answers, samples, draft, features.
 
     Raises:
         UserError: whatever a stage cannot use; what stages before left stays.
     """
-    report.say(f"loading the target {recipe.target.model} ({recipe.target.dtype})")
-    target = load_target(recipe.target)
-    # The engine would do it at its first use; before that, the target rounds otherwise, and a run that resumes
-    # after its answers or a measurement would not see the features of an unbroken one.
-    target.prepare_for_inference()
-    chat = ChatRenderer(target.tokenizer, recipe.data.template_kwargs, target.stop_ids)
-    corpus, held_out = prepare_corpus(recipe, target, chat, report)
-    drafter, coverage = prepare_drafter(recipe, target, chat, corpus.samples)
+    ranks = ranks or Ranks()
+    with ranks.in_turn():
+        target = prepare_target(recipe, report)
+        chat = ChatRenderer(target.tokenizer, recipe.data.template_kwargs, target.stop_ids)
+        corpus, held_out = prepare_corpus(recipe, target, chat, report)
+        drafter, coverage = prepare_drafter(recipe, target, chat, corpus.samples)
     trainable = sum(p.numel() for p in drafter.parameters() if p.requires_grad)
     report.say(
         f"draft: {drafter.family}, {trainable / 1e6:.1f} M trainable parameters, draft vocabulary "
         f"{drafter.vocab_map.size} of {drafter.vocab_map.vocab_size} covers {coverage:.2%} of the labels"
     )
-    source = prepare_features(recipe, target, chat, drafter, corpus.samples, report)
+    source = prepare_features(recipe, target, chat, drafter, corpus.samples, report, ranks)
     return RunParts(
         target=target,
         drafter=drafter,
@@ -115,6 +126,16 @@ def build_run(recipe: Recipe, report: Reporter) -> RunParts:
         coverage=coverage,
         data=data_hashes(recipe),
     )
+
+
+def prepare_target(recipe: Recipe, report: Reporter) -> TargetModel:
+    """The target as every stage uses it."""
+    report.say(f"loading the target {recipe.target.model} ({recipe.target.dtype})")
+    target = load_target(recipe.target)
+    # The engine would do it at its first use; before that, the target rounds otherwise, and a run that resumes
+    # after its answers or a measurement would not see the features of an unbroken one.
+    target.prepare_for_inference()
+    return target
 
 
 def prepare_corpus(
@@ -197,21 +218,55 @@ def prepare_features(
     drafter: Drafter,
     samples: Sequence[Sample],
     report: Reporter,
+    ranks: Ranks,
 ) -> FeatureSource:
-    """The online source, or the store, built where it is missing or not whole."""
+    """The online source, or one over a store; an offline store is built where it is missing or not whole."""
     config = recipe.features
     if config.source == "online":
         # Over the whole vocabulary the loss finds the target's own token by itself.
         want_top1 = not drafter.vocab_map.is_full
         return OnlineFeatures(target, drafter.feature_spec, batch_tokens=config.batch_tokens, want_top1=want_top1)
-    path = store_path(recipe)
-    identity = store_identity(recipe, target, chat, drafter)
-    size = sum(len(sample.ids) for sample in samples) * identity.bytes_per_token
-    report.say(f"features: store {path}, {size / 2**30:.2f} GiB for taps {', '.join(identity.taps)}")
-    build_store(path, identity, target, samples, config, lambda done, total: report.progress("features", done, total))
-    source = open_store(path, identity, samples, config.verify)
-    spot_check(source, target, samples)
-    return source
+    path, identity = store_path(recipe), store_identity(recipe, target, chat, drafter)
+    report.say(store_size(recipe, identity, samples))
+    if config.source == "hybrid":
+        hybrid = HybridFeatures(path, identity, target, samples, config, ranks.part)
+        report.say(f"features: {len(hybrid.missing)} of {len(samples)} samples are computed while training")
+        ranks.wait()
+        return hybrid
+    build_features(recipe, target, identity, samples, report, ranks.part)
+    ranks.wait()
+    reader = open_store(path, identity, samples, config.verify)
+    spot_check(reader, target, samples)
+    return StoredFeatures(reader, config.workers)
+
+
+def build_features(
+    recipe: Recipe,
+    target: TargetModel,
+    identity: StoreIdentity,
+    samples: Sequence[Sample],
+    report: Reporter,
+    part: Part,
+) -> bool:
+    """Add to the recipe's store what it lacks, or this part's share of it; whether it is complete then."""
+
+    def progress(done: int, total: int) -> None:
+        report.progress("features", done, total)
+
+    return build_store(store_path(recipe), identity, target, samples, recipe.features, progress, part)
+
+
+def store_size(recipe: Recipe, identity: StoreIdentity, samples: Sequence[Sample]) -> str:
+    """A line that says how large the recipe's store will be, before anything is written."""
+    tokens = sum(len(sample.ids) for sample in samples)
+    size = tokens * identity.bytes_per_token
+    line = (
+        f"features: store {store_path(recipe)}, {size / 2**30:.2f} GiB for {tokens} tokens, "
+        f"taps {', '.join(identity.taps)} in {identity.dtype}"
+    )
+    if size > os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") and recipe.training.shuffle_block is None:
+        line += "; more than this machine's memory: training.shuffle_block=64 reads it in runs"
+    return line
 
 
 def store_path(recipe: Recipe) -> Path:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from pathlib import Path
 
 import torch
@@ -11,8 +11,9 @@ from rich.console import Console
 
 from drafttrain.drafters.saving import save_draft
 from drafttrain.errors import RecipeError
+from drafttrain.features.lock import Part
 from drafttrain.files import exclusive
-from drafttrain.recipe.build import RunParts, build_run
+from drafttrain.recipe.build import Ranks, RunParts, build_run
 from drafttrain.recipe.load import save_recipe
 from drafttrain.recipe.provenance import collect_provenance, record_provenance
 from drafttrain.recipe.schema import Recipe
@@ -52,12 +53,25 @@ def train_recipe(recipe: Recipe, resume: Resume, console: Console) -> TrainResul
 
 
 def _train(recipe: Recipe, resume: Resume, console: Console, accelerator: Accelerator) -> TrainResult:
+    report = ConsoleReporter(console, quiet=not accelerator.is_main_process)
+    part = Part(accelerator.process_index, accelerator.num_processes)
+    # The main rank writes the data, and the others then find it; features they write together.
+    ranks = Ranks(part, accelerator.main_process_first, accelerator.wait_for_everyone)
+    parts = build_run(recipe, report, ranks)
+    with closing(parts.source):
+        return _fit(recipe, resume, console, accelerator, parts, report)
+
+
+def _fit(
+    recipe: Recipe,
+    resume: Resume,
+    console: Console,
+    accelerator: Accelerator,
+    parts: RunParts,
+    report: ConsoleReporter,
+) -> TrainResult:
     main = accelerator.is_main_process
     folder = Path(recipe.run_folder)
-    report = ConsoleReporter(console, quiet=not main)
-    # The main rank writes data and features; the others then find them.
-    with accelerator.main_process_first():
-        parts = build_run(recipe, report)
     provenance = collect_provenance(parts.target.identity.to_dict(), parts.data)
     trainer = Trainer(
         accelerator,
