@@ -104,9 +104,9 @@ def last_writer(path: Path) -> str:
     return f"process {who['pid']} on {who['host']}, since {who['since']}" if "pid" in who else "nobody known"
 
 
-def is_lock(path: Path) -> bool:
+def is_lock(name: str) -> bool:
     """Whether a file of a store's folder is one of its locks."""
-    return path.name.startswith("writing.") and path.suffix == ".lock"
+    return name.startswith("writing.") and name.endswith(".lock")
 
 
 def _try(file: IO[str], kind: int) -> bool:

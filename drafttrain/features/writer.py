@@ -56,21 +56,28 @@ class StoreWriter:
         if is_store(self.path):
             # Before the lock: a foreign store is not touched at all.
             require_fit(self.path, identity, read_manifest(self.path).identity)
-        elif self.path.exists() and any(not is_lock(file) for file in self.path.iterdir()):
-            raise StoreError(
-                "the folder is no feature store and not empty",
-                where=self.path,
-                remedy="give features.path another folder",
-            )
         self.path.mkdir(parents=True, exist_ok=True)
+        self._refuse_other_things()
         self._lock = WriteLock(self.path, job or uuid.uuid4().hex, part, self._prepare)
         found = read_manifest(self.path).identity
         require_fit(self.path, identity, found)
         self.identity = found
         self._shard_tokens = max(1, shard_bytes // found.bytes_per_token)
 
+    def _refuse_other_things(self) -> None:
+        """Leave alone a folder that is something else. What a process killed at its very beginning left is ours."""
+        names = [file.name for file in self.path.iterdir()]
+        ours = [name for name in names if is_lock(name) or name.startswith(".manifest.json.")]
+        if "manifest.json" not in names and len(ours) < len(names):
+            raise StoreError(
+                "the folder is no feature store and not empty",
+                where=self.path,
+                remedy="give features.path another folder",
+            )
+
     def _prepare(self) -> None:
         """Remove what killed writers left. Writing again is what this is for; reading alone never removes anything."""
+        self._refuse_other_things()
         dropped = False
         for folder in shard_folders(self.path):
             try:

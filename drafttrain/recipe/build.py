@@ -138,6 +138,33 @@ def prepare_target(recipe: Recipe, report: Reporter) -> TargetModel:
     return target
 
 
+@dataclass(frozen=True)
+class StoreParts:
+    """What a store is built from, or checked against."""
+
+    target: TargetModel
+    identity: StoreIdentity
+    samples: list[Sample]
+
+
+def prepare_store(recipe: Recipe, report: Reporter) -> StoreParts:
+    """The stages before features, for a store without a training run; says how large the store will be.
+
+    Raises:
+        UserError: whatever a stage cannot use.
+    """
+    target = prepare_target(recipe, report)
+    chat = ChatRenderer(target.tokenizer, recipe.data.template_kwargs, target.stop_ids)
+    corpus, _ = prepare_corpus(recipe, target, chat, report)
+    try:
+        drafter = build_drafter(recipe.drafter, target.config, device="meta")
+    except ValueError as error:
+        raise RecipeError(str(error), where="drafter") from None
+    identity = store_identity(recipe, target, chat, drafter)
+    report.say(store_size(recipe, identity, corpus.samples))
+    return StoreParts(target, identity, corpus.samples)
+
+
 def prepare_corpus(
     recipe: Recipe, target: TargetModel, chat: ChatRenderer, report: Reporter
 ) -> tuple[Corpus, list[Conversation]]:

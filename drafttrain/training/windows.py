@@ -108,14 +108,19 @@ class DataOrder:
     def _bucketed(self, rows: list[Row], rng: np.random.Generator) -> list[Row]:
         """Rows of similar length side by side, within stretches short enough to leave the order random."""
         stretch = self.window_rows * _BUCKET_WINDOWS
-        windows: list[list[Row]] = []
+        stretches: list[list[list[Row]]] = []
         for start in range(0, len(rows), stretch):
             part = sorted(rows[start : start + stretch], key=_tokens)
-            windows += [part[i : i + self.window_rows] for i in range(0, len(part), self.window_rows)]
+            stretches.append([part[i : i + self.window_rows] for i in range(0, len(part), self.window_rows)])
+        if self.shuffle_block is None:
+            stretches = [[window for part in stretches for window in part]]
         # A short window stays last, so that windows of an epoch begin at multiples of window_rows.
-        whole = [window for window in windows if len(window) == self.window_rows]
-        short = [window for window in windows if len(window) < self.window_rows]
-        return [row for index in rng.permutation(len(whole)) for row in whole[index]] + [r for w in short for r in w]
+        short = [window for part in stretches for window in part if len(window) < self.window_rows]
+        ordered: list[list[Row]] = []
+        for part in stretches:
+            whole = [window for window in part if len(window) == self.window_rows]
+            ordered += [whole[index] for index in rng.permutation(len(whole))]
+        return [row for window in ordered + short for row in window]
 
     def steps_in(self, epochs: float) -> int:
         """Optimiser steps of `epochs` passes; a fraction of an epoch is rounded up to a step."""
