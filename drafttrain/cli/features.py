@@ -1,4 +1,4 @@
-"""`drafttrain features build|verify|info|convert`: the store of a recipe's features."""
+"""`drafttrain features build|verify|info|convert|serve`: the store of a recipe's features, and who computes them."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from drafttrain.cli import feature_server
 from drafttrain.cli.common import Subparsers, add_recipe, positive, progress_bars, recipe_of
 
 if TYPE_CHECKING:
@@ -17,8 +18,9 @@ def register(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
     """Add the group."""
     parser = subparsers.add_parser(
         "features",
-        help="build, verify, show and convert stores of the target's features",
-        description="Stores of the target's states, from which drafts are trained with features.source=offline.",
+        help="build, verify, show and convert stores of the target's states, or serve these",
+        description="Stores of the target's states, from which drafts are trained with features.source=offline or "
+        "hybrid, and servers of them, for features.source=stream.",
     )
     actions = parser.add_subparsers(title="actions", metavar="ACTION", required=True)
     build = actions.add_parser(
@@ -54,6 +56,7 @@ def register(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
     convert.add_argument("--taps", metavar="2,15,final", help="keep these taps; default: all")
     convert.add_argument("--shard-mib", type=positive, default=256, metavar="N", help="size of a shard (default 256)")
     convert.set_defaults(run=run_convert)
+    feature_server.register(actions)
 
 
 def _part(text: str) -> Part:
@@ -109,10 +112,10 @@ def run_verify(arguments: argparse.Namespace) -> int:
             try:
                 check_shard(folder, "checksum")
             except StoreError as error:
-                damaged.append(error)
+                damaged.append(str(error))
             progress("shards", done, len(folders))
-    for error in damaged:
-        console.print(str(error), style="red", markup=False, soft_wrap=True)
+    for message in damaged:
+        console.print(message, style="red", markup=False, soft_wrap=True)
     if damaged:
         return 1
     reader = StoreReader(arguments.store, verify="size")
@@ -120,7 +123,9 @@ def run_verify(arguments: argparse.Namespace) -> int:
         store = prepare_store(recipe, ConsoleReporter(console))
         reader = open_store(arguments.store, store.identity, store.samples, "size")
         spot_check(reader, store.target, store.samples)
-        console.print(f"fits {arguments.recipe}: {len(store.samples)} samples, rows as the target gives them")
+        console.print(
+            f"fits {arguments.recipe}: {len(store.samples)} samples, rows as the target gives them", soft_wrap=True
+        )
     console.print(_counts(reader), soft_wrap=True, highlight=False)
     return 0
 

@@ -26,6 +26,8 @@ from drafttrain.features.hybrid import HybridFeatures
 from drafttrain.features.lock import WHOLE, Part
 from drafttrain.features.sources import FeatureSource, OnlineFeatures, StoredFeatures, taps_with_final
 from drafttrain.features.store import StoreIdentity
+from drafttrain.features.stream import StreamedFeatures
+from drafttrain.features.wire import find_token
 from drafttrain.losses.objective import Objective
 from drafttrain.modeling.vocab_map import VocabMap
 from drafttrain.recipe.conversations import InProcess, data_hashes, prepare_conversations, what_was_left_out
@@ -247,11 +249,24 @@ def prepare_features(
     report: Reporter,
     ranks: Ranks,
 ) -> FeatureSource:
-    """The online source, or one over a store; an offline store is built where it is missing or not whole."""
+    """The source that the recipe names; an offline store is built where it is missing or not whole."""
     config = recipe.features
+    # Over the whole vocabulary the loss finds the target's own token by itself.
+    want_top1 = not drafter.vocab_map.is_full
+    if config.source == "stream":
+        token, _ = find_token(config.token_file)
+        streamed = StreamedFeatures(
+            config,
+            token,
+            drafter.feature_spec,
+            identity=target.identity,
+            dtype=recipe.target.dtype,
+            want_top1=want_top1,
+            say=report.say,
+        )
+        streamed.spot_check(target, samples)
+        return streamed
     if config.source == "online":
-        # Over the whole vocabulary the loss finds the target's own token by itself.
-        want_top1 = not drafter.vocab_map.is_full
         return OnlineFeatures(target, drafter.feature_spec, batch_tokens=config.batch_tokens, want_top1=want_top1)
     path, identity = store_path(recipe), store_identity(recipe, target, chat, drafter)
     report.say(store_size(recipe, identity, samples))

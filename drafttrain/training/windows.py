@@ -110,8 +110,8 @@ class DataOrder:
         stretch = self.window_rows * _BUCKET_WINDOWS
         stretches: list[list[list[Row]]] = []
         for start in range(0, len(rows), stretch):
-            part = sorted(rows[start : start + stretch], key=_tokens)
-            stretches.append([part[i : i + self.window_rows] for i in range(0, len(part), self.window_rows)])
+            near = sorted(rows[start : start + stretch], key=_tokens)
+            stretches.append([near[i : i + self.window_rows] for i in range(0, len(near), self.window_rows)])
         if self.shuffle_block is None:
             stretches = [[window for part in stretches for window in part]]
         # A short window stays last, so that windows of an epoch begin at multiples of window_rows.
