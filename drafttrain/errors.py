@@ -32,7 +32,7 @@ class StoreError(UserError):
     """A feature store that is foreign, damaged or incomplete."""
 
 
-class ServerError(UserError):
+class FeatureServerError(UserError):
     """A feature server that is gone, refuses, or gives something else than what was asked for."""
 
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from drafttrain.errors import DataError, ServerError, UserError
+from drafttrain.errors import DataError, FeatureServerError, UserError
 from drafttrain.features.capture import UNKNOWN, Captured, capture
 from drafttrain.features.wire import FEATURES_PATH, PROTOCOL, TARGET_PATH, FeatureAnswer, FeatureRequest
 from drafttrain.modeling.taps import FeatureSpec, Tap
@@ -66,7 +66,7 @@ class FeatureServer:
         limits: what it bears.
 
     Raises:
-        ServerError: the port is in use, or the address is none of this machine.
+        FeatureServerError: the port is in use, or the address is none of this machine.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class FeatureServer:
             self._http = _Http((host, port), self)
         except OSError as error:
             what = "the port is in use" if error.errno == errno.EADDRINUSE else str(error.strerror or error)
-            raise ServerError(what, where=f"{host}:{port}", remedy="choose another --port or --host") from None
+            raise FeatureServerError(what, where=f"{host}:{port}", remedy="choose another --port or --host") from None
         self._computing = threading.Thread(target=self._compute, name="features", daemon=True)
 
     @property
@@ -161,7 +161,7 @@ class FeatureServer:
         while not self._queue.empty():
             left = self._queue.get()
             if left is not None:
-                left.error = ServerError("the server is stopping")
+                left.error = FeatureServerError("the server is stopping")
                 left.done.set()
 
     def _answer(self, jobs: list[_Job]) -> None:
@@ -175,7 +175,7 @@ class FeatureServer:
             jobs[0].error = error
         except Exception as error:  # out of memory, say: the caller has to know, and the next may succeed
             for job in jobs:
-                job.error = ServerError(f"{type(error).__name__}: {error}")
+                job.error = FeatureServerError(f"{type(error).__name__}: {error}")
         for job in jobs:
             job.done.set()
 

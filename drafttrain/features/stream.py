@@ -16,7 +16,7 @@ from torch import Tensor
 
 from drafttrain.corpus.types import Sample
 from drafttrain.drafters.base import DraftBatch
-from drafttrain.errors import DataError, ServerError
+from drafttrain.errors import DataError, FeatureServerError
 from drafttrain.features.building import TOLERANCE, difference
 from drafttrain.features.capture import capture, check_features
 from drafttrain.features.config import FeaturesConfig
@@ -57,7 +57,7 @@ class StreamedFeatures:
         say: tells the user that the run waits.
 
     Raises:
-        ServerError: a server that is not there, refuses the token, or runs another target.
+        FeatureServerError: a server that is not there, refuses the token, or runs another target.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class StreamedFeatures:
         """Compare a few documents of every server with a forward here.
 
         Raises:
-            ServerError: names the sample and the tap.
+            FeatureServerError: names the sample and the tap.
         """
         chosen = [samples[index * len(samples) // count] for index in range(min(count, len(samples)))]
         for url in self._urls:
@@ -122,7 +122,7 @@ class StreamedFeatures:
                 for tap, expected in captured.features.items():
                     off = difference(features[tap], expected)
                     if off > TOLERANCE:
-                        raise ServerError(
+                        raise FeatureServerError(
                             f"the rows of tap {tap} for sample {captured.sample.id} differ from the target's by "
                             f"{off:.0%}",
                             where=url,
@@ -164,7 +164,7 @@ class StreamedFeatures:
             if len(lost) == len(urls):
                 reasons = "; ".join(lost.values())
                 if not self._wait:
-                    raise ServerError(
+                    raise FeatureServerError(
                         f"no feature server answers: {reasons}",
                         where=", ".join(urls),
                         remedy="start it and run the same command again: training goes on from its last checkpoint; "
@@ -179,13 +179,13 @@ class StreamedFeatures:
     def _describe(self, url: str) -> dict[str, Any]:
         found: dict[str, Any] = self._checked(url, self._call("GET", url + TARGET_PATH)).json()
         if found.get("protocol") != PROTOCOL:
-            raise ServerError(f"speaks protocol {found.get('protocol')}, not {PROTOCOL}", where=url)
+            raise FeatureServerError(f"speaks protocol {found.get('protocol')}, not {PROTOCOL}", where=url)
         theirs = TargetIdentity.from_dict(found["target"])
         differing = [name for name in self._identity.differences(theirs) if name != "template_hash"]
         if found["dtype"] != self._dtype:
             differing.append(f"dtype ({found['dtype']}, here {self._dtype})")
         if differing:
-            raise ServerError(
+            raise FeatureServerError(
                 f"runs another target than the recipe's; what differs: {', '.join(differing)}",
                 where=url,
                 remedy="start it with this recipe: drafttrain features serve RECIPE",
@@ -200,9 +200,11 @@ class StreamedFeatures:
         try:
             answer = FeatureAnswer.unpack(reply.content)
         except ValueError as error:
-            raise ServerError(f"an answer that cannot be read: {error}", where=url) from None
+            raise FeatureServerError(f"an answer that cannot be read: {error}", where=url) from None
         if answer.weights_hash != self._identity.weights_hash:
-            raise ServerError("was started again with another target", where=url, remedy="start it with this recipe")
+            raise FeatureServerError(
+                "was started again with another target", where=url, remedy="start it with this recipe"
+            )
         return _documents(url, request, answer)
 
     def _call(self, method: str, url: str, body: bytes | None = None) -> httpx.Response:
@@ -224,16 +226,16 @@ class StreamedFeatures:
         if reply.status_code >= 500:
             raise _Lost(f"status {reply.status_code}: {what}")
         if reply.status_code == 401:
-            raise ServerError(what, where=url, remedy="give the server's own token: see features.token_file")
+            raise FeatureServerError(what, where=url, remedy="give the server's own token: see features.token_file")
         if reply.status_code == 422:
             raise DataError(what, where=where, remedy=remedy)
-        raise ServerError(f"refuses the request with status {reply.status_code}: {what}", where=url)
+        raise FeatureServerError(f"refuses the request with status {reply.status_code}: {what}", where=url)
 
 
 def _documents(url: str, request: FeatureRequest, answer: FeatureAnswer) -> Documents:
     """The answer cut into documents. Refuses other taps, and another number of rows than of tokens."""
     if set(answer.features) != set(request.taps):
-        raise ServerError("gave other taps than were asked for", where=url)
+        raise FeatureServerError("gave other taps than were asked for", where=url)
     lengths = [len(sample.ids) for sample in request.samples]
     columns = [(str(tap), value) for tap, value in answer.features.items()]
     for name, value in (*columns, ("top1", answer.top1)):
