@@ -32,10 +32,12 @@ import torch
 
 from drafttrain.corpus.types import Sample
 from drafttrain.drafters.build import build_drafter, init_from_target
-from drafttrain.features.building import build_store, convert_store, open_store
+from drafttrain.features.building import build_store, convert_store, difference, open_store
+from drafttrain.features.reader import StoreReader
 from drafttrain.features.sources import StoredFeatures, taps_with_final
 from drafttrain.features.store import StoreIdentity
 from drafttrain.losses.objective import Objective
+from drafttrain.modeling.taps import Tap
 from drafttrain.recipe.load import load_recipe
 from drafttrain.recipe.schema import Recipe
 from drafttrain.targets.load import load_target
@@ -108,6 +110,21 @@ def read(path: Path, identity: StoreIdentity, samples: list[Sample], batches: li
     return Reading(tokens / seconds[0], tokens / seconds[1], size / tokens)
 
 
+@torch.inference_mode()
+def rounding(bf16: StoreReader, fp8: StoreReader, target: TargetModel, samples: list[Sample]) -> str:
+    """How far fp8 moves the states of some documents, and the target's next token after them."""
+    away: dict[Tap, list[float]] = {}
+    same = rows = 0
+    for sample in samples[:4]:
+        (exact, _), (rounded, _) = bf16.read(sample), fp8.read(sample)
+        for tap, value in exact.items():
+            away.setdefault(tap, []).append(difference(rounded[tap], value))
+        first, second = (target.lm_head(found[Tap.final][-128:]).argmax(-1) for found in (exact, rounded))
+        same, rows = same + int((first == second).sum()), rows + len(first)
+    taps = ", ".join(f"{tap}: {np.mean(values):.1%}" for tap, values in away.items())
+    return f"fp8 moves the states by {taps} of their length, the target's next token at {1 - same / rows:.1%} of {rows}"
+
+
 def train(recipe: Recipe, target: TargetModel, source: StoredFeatures, batches: list[list[Row]]) -> float:
     """Tokens a second of forward, backward and update; the first step warms up."""
     torch.manual_seed(0)
@@ -167,7 +184,9 @@ def main() -> int:
             "bf16": read(bf16, identity, samples, batches, args.workers),
             "fp8": read(fp8, fp8_identity, samples, batches, args.workers),
         }
-        source = StoredFeatures(open_store(fp8, fp8_identity, samples, "size"))
+        rounded = open_store(fp8, fp8_identity, samples, "size")
+        moved = rounding(open_store(bf16, identity, samples, "size"), rounded, target, samples)
+        source = StoredFeatures(rounded)
         consumed = train(recipe, target, source, batches[: args.steps])
     tokens = sum(len(sample.ids) for sample in samples)
     print(f"{torch.get_num_threads()} threads, {tokens} tokens in {len(samples)} documents, {args.workers} worker(s)")
@@ -180,6 +199,7 @@ def main() -> int:
             f"{name:6} {found.bytes_per_token:12,.0f} {found.from_disk:12,.0f} {found.from_disk / consumed:10,.0f} "
             f"{found.from_memory:12,.0f} {found.from_memory / consumed:10,.0f}"
         )
+    print(moved)
     share = readings["fp8"].bytes_per_token / readings["bf16"].bytes_per_token
     slowest = min(found.from_disk for found in readings.values()) / consumed
     print(f"reading gives at least {slowest:,.0f}x what training takes; fp8 takes {share:.3f} of the bytes of bf16")

@@ -73,13 +73,12 @@ class StoreReader:
             )
         names = self.identity.taps if wanted is None else [n for n in self.identity.taps if n in wanted.taps]
         self.taps: tuple[Tap, ...] = tuple(Tap.parse(name) for name in names)
-        self._verify = verify
         self._entries: dict[str, _Entry] = {}
         self._shards: list[tuple[Path, int]] = []
         self._known: set[str] = set()
         self._maps: OrderedDict[int, Rows] = OrderedDict()
         self._lock = threading.Lock()
-        self.refresh()
+        self.refresh(verify)
         if not allow_incomplete:
             self._require_all(manifest)
 
@@ -93,12 +92,12 @@ class StoreReader:
                 remedy="build it again: only what is missing is added",
             )
 
-    def refresh(self) -> None:
-        """Take up shards that were written since."""
+    def refresh(self, verify: str = "size") -> None:
+        """Take up shards that were written since. Other threads must not read meanwhile."""
         for folder in shard_folders(self.path):
             if folder.name in self._known:
                 continue
-            index = check_shard(folder, self._verify)
+            index = check_shard(folder, verify)
             shard = len(self._shards)
             self._known.add(folder.name)
             self._shards.append((folder, int(index["tokens"])))

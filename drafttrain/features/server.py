@@ -26,6 +26,7 @@ from drafttrain.targets.model import TargetModel
 
 _OVERHEAD = 4 << 20  # names, spans and headers of a request beside its tokens, bytes
 _IDLE_S = 120.0
+_STOPPING = "the server is stopping"
 
 
 @dataclass(frozen=True)
@@ -81,6 +82,8 @@ class FeatureServer:
         self.target, self.token, self.limits = target, token, limits or ServerLimits()
         self.served = 0  # tokens
         self._queue: queue.Queue[_Job | None] = queue.Queue(self.limits.queue)
+        self._entrance = threading.Lock()
+        self._closed = False
         try:
             self._http = _Http((host, port), self)
         except OSError as error:
@@ -104,11 +107,14 @@ class FeatureServer:
         }
 
     def serve(self) -> None:
-        """Answer until `stop` is called from another thread; requests that wait then are answered with 503."""
+        """Answer until `stop` is called from another thread; requests that wait then are refused."""
         self._computing.start()
         try:
             self._http.serve_forever(poll_interval=0.2)
         finally:
+            with self._entrance:
+                # Connections that are open may go on asking.
+                self._closed = True
             self._queue.put(None)
             self._computing.join()
             self._http.server_close()
@@ -137,10 +143,14 @@ class FeatureServer:
     def submit(self, request: FeatureRequest) -> _Job | None:
         """Wait for the answer of a request; None if the queue is full."""
         job = _Job(request)
-        try:
-            self._queue.put_nowait(job)
-        except queue.Full:
-            return None
+        with self._entrance:
+            if self._closed:
+                job.error = FeatureServerError(_STOPPING)
+                return job
+            try:
+                self._queue.put_nowait(job)
+            except queue.Full:
+                return None
         job.done.wait()
         return job
 
@@ -161,7 +171,7 @@ class FeatureServer:
         while not self._queue.empty():
             left = self._queue.get()
             if left is not None:
-                left.error = FeatureServerError("the server is stopping")
+                left.error = FeatureServerError(_STOPPING)
                 left.done.set()
 
     def _answer(self, jobs: list[_Job]) -> None:
