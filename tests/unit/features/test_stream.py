@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
-import multiprocessing
-import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -18,7 +17,6 @@ import httpx
 import pytest
 import torch
 
-from drafttrain.cli.main import main
 from drafttrain.errors import DataError, FeatureServerError, UserError
 from drafttrain.features.config import FeaturesConfig
 from drafttrain.features.server import FeatureServer, ServerLimits
@@ -295,25 +293,24 @@ def test_the_command_serves_until_it_is_told_to_stop(tmp_path: Path) -> None:
     model.hf.save_pretrained(tmp_path / "target")
     chat_tokenizer(CHATML).save_pretrained(tmp_path / "target")
     words = ["features", "serve", str(tmp_path / "target"), "--dtype", "float32", "--port", "0"]
-    words += ["--token-file", str(tmp_path / "token")]
-
-    def serve() -> None:
-        os.dup2(os.open(tmp_path / "out", os.O_CREAT | os.O_WRONLY), 1)
-        os._exit(main(words))
-
-    process = multiprocessing.get_context("fork").Process(target=serve)
-    process.start()
-    limit = time.monotonic() + 100
-    while "serving features at" not in (text := (tmp_path / "out").read_text() if (tmp_path / "out").exists() else ""):
-        assert process.is_alive() and time.monotonic() < limit, text
-        time.sleep(0.05)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "drafttrain", *words, "--token-file", str(tmp_path / "token")],
+        cwd=Path(__file__).parents[3],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    text = ""
+    while "serving features at" not in text:
+        line = process.stdout.readline()
+        assert line, text
+        text += line
     url = text.split("serving features at ")[1].split(";")[0]
     assert url.startswith("http://127.0.0.1:")
-    headers = {"Authorization": f"Bearer {find_token(tmp_path / 'token')[0]}"}
-    described = httpx.get(url + TARGET_PATH, headers=headers).json()
+    token = find_token(tmp_path / "token")[0]
+    described = httpx.get(url + TARGET_PATH, headers={"Authorization": f"Bearer {token}"}).json()
     assert (described["dtype"], described["target"]["hidden_size"]) == ("float32", HIDDEN)
-    assert process.pid is not None
-    os.kill(process.pid, signal.SIGTERM)
-    process.join(60)
-    assert process.exitcode == 0
-    assert json.dumps(TOKEN) not in text
+    process.send_signal(signal.SIGTERM)
+    rest, _ = process.communicate(timeout=100)
+    assert process.returncode == 0
+    assert "served 0 tokens" in rest and token not in text + rest
