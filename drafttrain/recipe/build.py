@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -49,21 +48,6 @@ class Reporter(Protocol):
 
 
 @dataclass(frozen=True)
-class Ranks:
-    """The processes that build the parts of a run together, each its own copy.
-
-    Attributes:
-        part: which of them this one is; they share the writing of features.
-        in_turn: a context that the main process goes through before the others; they find what it wrote.
-        wait: returns when all have called it.
-    """
-
-    part: Part = WHOLE
-    in_turn: Callable[[], AbstractContextManager[None]] = nullcontext
-    wait: Callable[[], None] = lambda: None
-
-
-@dataclass(frozen=True)
 class RunParts:
     """What a recipe stands for.
 
@@ -71,7 +55,7 @@ class RunParts:
         target: frozen.
         drafter: initialised, bound to the target, fp32.
         objective: the loss.
-        source: features of `corpus.samples`.
+        features: what a store of the features of `corpus.samples` is for.
         corpus: training samples.
         held_out: token ids of prompts that are not trained on, at most `evaluation.prompts`.
         stop_ids: tokens that end an answer.
@@ -82,7 +66,7 @@ class RunParts:
     target: TargetModel
     drafter: Drafter
     objective: Objective
-    source: FeatureSource
+    features: StoreIdentity
     corpus: Corpus
     held_out: list[list[int]]
     stop_ids: frozenset[int]
@@ -99,29 +83,26 @@ class RunParts:
         }
 
 
-def build_run(recipe: Recipe, report: Reporter, ranks: Ranks | None = None) -> RunParts:
-    """Run all stages before training: target, prompts, answers, samples, draft, features.
+def build_run(recipe: Recipe, report: Reporter) -> RunParts:
+    """Run all stages before features: target, prompts, answers, samples, draft.
 
     Raises:
         UserError: whatever a stage cannot use; what stages before left stays.
     """
-    ranks = ranks or Ranks()
-    with ranks.in_turn():
-        target = prepare_target(recipe, report)
-        chat = ChatRenderer(target.tokenizer, recipe.data.template_kwargs, target.stop_ids)
-        corpus, held_out = prepare_corpus(recipe, target, chat, report)
-        drafter, coverage = prepare_drafter(recipe, target, chat, corpus.samples)
+    target = prepare_target(recipe, report)
+    chat = ChatRenderer(target.tokenizer, recipe.data.template_kwargs, target.stop_ids)
+    corpus, held_out = prepare_corpus(recipe, target, chat, report)
+    drafter, coverage = prepare_drafter(recipe, target, chat, corpus.samples)
     trainable = sum(p.numel() for p in drafter.parameters() if p.requires_grad)
     report.say(
         f"draft: {drafter.family}, {trainable / 1e6:.1f} M trainable parameters, draft vocabulary "
         f"{drafter.vocab_map.size} of {drafter.vocab_map.vocab_size} covers {coverage:.2%} of the labels"
     )
-    source = prepare_features(recipe, target, chat, drafter, corpus.samples, report, ranks)
     return RunParts(
         target=target,
         drafter=drafter,
         objective=Objective(recipe.loss),
-        source=source,
+        features=store_identity(recipe, target, chat, drafter),
         corpus=corpus,
         held_out=[chat.prompt_ids(*_first_prompt(item)) for item in held_out[: recipe.evaluation.prompts]],
         stop_ids=chat.stop_ids,
@@ -240,46 +221,54 @@ def _fresh_map(
     )
 
 
-def prepare_features(
-    recipe: Recipe,
-    target: TargetModel,
-    chat: ChatRenderer,
-    drafter: Drafter,
-    samples: Sequence[Sample],
-    report: Reporter,
-    ranks: Ranks,
-) -> FeatureSource:
-    """The source that the recipe names; an offline store is built where it is missing or not whole."""
-    config = recipe.features
+def write_features(recipe: Recipe, parts: RunParts, report: Reporter, part: Part = WHOLE) -> None:
+    """Bring the recipe's store up to date before training, where it has one that is read alone.
+
+    Args:
+        part: ranks write at once, each its own; then all have to wait for the last.
+
+    Raises:
+        StoreError: see `build_store`.
+    """
+    if recipe.features.stores:
+        report.say(store_size(recipe, parts.features, parts.corpus.samples))
+    if recipe.features.source == "offline":
+        build_features(recipe, parts.target, parts.features, parts.corpus.samples, report, part)
+
+
+def open_features(recipe: Recipe, parts: RunParts, report: Reporter, part: Part = WHOLE) -> FeatureSource:
+    """The source that the recipe names, checked against the target. Close it when training is over.
+
+    Raises:
+        StoreError: a store that is foreign, damaged, or written to by another job.
+        FeatureServerError: see `StreamedFeatures`.
+    """
+    config, target, samples = recipe.features, parts.target, parts.corpus.samples
+    spec = parts.drafter.feature_spec
     # Over the whole vocabulary the loss finds the target's own token by itself.
-    want_top1 = not drafter.vocab_map.is_full
-    if config.source == "stream":
-        token, _ = find_token(config.token_file)
-        streamed = StreamedFeatures(
-            config,
-            token,
-            drafter.feature_spec,
-            identity=target.identity,
-            dtype=recipe.target.dtype,
-            want_top1=want_top1,
-            say=report.say,
-        )
-        streamed.spot_check(target, samples)
-        return streamed
+    want_top1 = not parts.drafter.vocab_map.is_full
     if config.source == "online":
-        return OnlineFeatures(target, drafter.feature_spec, batch_tokens=config.batch_tokens, want_top1=want_top1)
-    path, identity = store_path(recipe), store_identity(recipe, target, chat, drafter)
-    report.say(store_size(recipe, identity, samples))
+        return OnlineFeatures(target, spec, batch_tokens=config.batch_tokens, want_top1=want_top1)
     if config.source == "hybrid":
-        hybrid = HybridFeatures(path, identity, target, samples, config, ranks.part)
+        hybrid = HybridFeatures(store_path(recipe), parts.features, target, samples, config, part)
         report.say(f"features: {len(hybrid.missing)} of {len(samples)} samples are computed while training")
-        ranks.wait()
         return hybrid
-    build_features(recipe, target, identity, samples, report, ranks.part)
-    ranks.wait()
-    reader = open_store(path, identity, samples, config.verify)
-    spot_check(reader, target, samples)
-    return StoredFeatures(reader, config.workers)
+    if config.source == "offline":
+        reader = open_store(store_path(recipe), parts.features, samples, config.verify)
+        spot_check(reader, target, samples)
+        return StoredFeatures(reader, config.workers)
+    token, _ = find_token(config.token_file)
+    streamed = StreamedFeatures(
+        config,
+        token,
+        spec,
+        identity=target.identity,
+        dtype=recipe.target.dtype,
+        want_top1=want_top1,
+        say=report.say,
+    )
+    streamed.spot_check(target, samples)
+    return streamed
 
 
 def build_features(

@@ -12,8 +12,9 @@ from rich.console import Console
 from drafttrain.drafters.saving import save_draft
 from drafttrain.errors import RecipeError
 from drafttrain.features.lock import Part
+from drafttrain.features.sources import FeatureSource
 from drafttrain.files import exclusive
-from drafttrain.recipe.build import Ranks, RunParts, build_run
+from drafttrain.recipe.build import RunParts, build_run, open_features, write_features
 from drafttrain.recipe.load import save_recipe
 from drafttrain.recipe.provenance import collect_provenance, record_provenance
 from drafttrain.recipe.schema import Recipe
@@ -54,12 +55,15 @@ def train_recipe(recipe: Recipe, resume: Resume, console: Console) -> TrainResul
 
 def _train(recipe: Recipe, resume: Resume, console: Console, accelerator: Accelerator) -> TrainResult:
     report = ConsoleReporter(console, quiet=not accelerator.is_main_process)
+    # The main rank writes the data, and the others then find it.
+    with accelerator.main_process_first():
+        parts = build_run(recipe, report)
+    # Features they write together.
     part = Part(accelerator.process_index, accelerator.num_processes)
-    # The main rank writes the data, and the others then find it; features they write together.
-    ranks = Ranks(part, accelerator.main_process_first, accelerator.wait_for_everyone)
-    parts = build_run(recipe, report, ranks)
-    with closing(parts.source):
-        return _fit(recipe, resume, console, accelerator, parts, report)
+    write_features(recipe, parts, report, part)
+    accelerator.wait_for_everyone()
+    with closing(open_features(recipe, parts, report, part)) as source:
+        return _fit(recipe, resume, console, accelerator, parts, source, report)
 
 
 def _fit(
@@ -68,6 +72,7 @@ def _fit(
     console: Console,
     accelerator: Accelerator,
     parts: RunParts,
+    source: FeatureSource,
     report: ConsoleReporter,
 ) -> TrainResult:
     main = accelerator.is_main_process
@@ -76,7 +81,7 @@ def _fit(
     trainer = Trainer(
         accelerator,
         recipe.training,
-        TrainParts(parts.drafter, parts.objective, parts.source, parts.corpus.samples, parts.target.head()),
+        TrainParts(parts.drafter, parts.objective, source, parts.corpus.samples, parts.target.head()),
         folder,
         seed=recipe.training_seed,
         fingerprint=parts.fingerprint(),

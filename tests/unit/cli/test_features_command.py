@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from drafttrain.cli.main import main
 from drafttrain.features.reader import StoreReader
+from drafttrain.features.server import FeatureServer
+from drafttrain.features.wire import TOKEN_VARIABLE
+from drafttrain.recipe.load import load_recipe
+from drafttrain.targets.load import load_target
 from tests.chats import CHATML, chat_tokenizer
 
 
@@ -111,6 +116,37 @@ def test_convert(store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert (identity.dtype, identity.taps) == ("fp8", ("2", "final"))
     assert main(["features", "convert", str(store), str(tmp_path / "x"), "--taps", "9"]) == 2
     assert "has no tap 9" in capsys.readouterr().err
+
+
+def curve(run: Path) -> list[float]:
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [record["loss"] for record in records if record["kind"] == "train"]
+
+
+def test_a_run_trains_on_every_source(world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(TOKEN_VARIABLE, "secret")
+    config = load_recipe(world / "tiny.yaml").target
+    server = FeatureServer(load_target(config), "secret")
+    thread = threading.Thread(target=server.serve)
+    thread.start()
+    store = f"features.path={tmp_path / 'store'}"
+    sources = {
+        "online": ["features.source=online"],
+        "hybrid": ["features.source=hybrid", "features.dtype=fp32", store],
+        "offline": ["features.source=offline", "features.dtype=fp32", store],
+        "stream": ["features.source=stream", f"features.urls=[{server.url}]"],
+    }
+    for name, words in sources.items():
+        words += [f"output_dir={tmp_path / name}", "training.precision=fp32", "training.log_every=1"]
+        assert main(["train", str(world / "tiny.yaml"), "training.batch_rows=1", "training.epochs=2", *words]) == 0
+    server.stop()
+    thread.join()
+    assert server.served > 0
+    assert StoreReader(tmp_path / "store").complete
+    online = curve(tmp_path / "online")
+    assert len(online) >= 2
+    for name in sources:
+        assert curve(tmp_path / name) == pytest.approx(online, rel=1e-4), name
 
 
 @pytest.mark.parametrize("part", ["0/2", "3/2", "x", "1/"])
