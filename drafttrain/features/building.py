@@ -58,6 +58,8 @@ def build_store(
         StoreError: a foreign store, one that another job writes to, or a disk that is or becomes too small.
         DataError: features that are not finite; names the sample.
     """
+    if holds(path, identity, samples):
+        return True
     with StoreWriter(
         path, identity, shard_bytes=config.shard_mib << 20, part=part, job=job_name(identity, samples)
     ) as writer:
@@ -75,6 +77,23 @@ def build_store(
                 done += len(captured.sample.ids)
                 progress(done, total)
         return writer.finish(samples)
+
+
+def holds(path: str | Path, identity: StoreIdentity, samples: Sequence[Sample]) -> bool:
+    """Whether a store is complete and has all of `samples`, so that it need not be written to. Takes no lock.
+
+    Raises:
+        StoreError: it has other tokens under a sample's id.
+    """
+    try:
+        reader = StoreReader(path, identity, verify="size")
+    except StoreError:
+        return False  # a writer mends it, or says what is wrong
+    if any(sample.id not in reader for sample in samples):
+        return False
+    for sample in samples:
+        reader.rows(sample)
+    return True
 
 
 def blocks(samples: Sequence[Sample], tokens: int) -> list[list[Sample]]:

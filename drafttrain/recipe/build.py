@@ -20,7 +20,7 @@ from drafttrain.drafters.eagle.eagle3 import Eagle3Drafter
 from drafttrain.drafters.eagle.widen import widen_vocab
 from drafttrain.drafters.saving import check_target, warm_start
 from drafttrain.errors import RecipeError, UserError
-from drafttrain.features.building import build_store, open_store, spot_check
+from drafttrain.features.building import build_store, holds, open_store, spot_check
 from drafttrain.features.hybrid import HybridFeatures
 from drafttrain.features.lock import WHOLE, Part
 from drafttrain.features.sources import FeatureSource, OnlineFeatures, StoredFeatures, taps_with_final
@@ -249,12 +249,13 @@ def open_features(recipe: Recipe, parts: RunParts, report: Reporter, part: Part 
     want_top1 = not parts.drafter.vocab_map.is_full
     if config.source == "online":
         return OnlineFeatures(target, spec, batch_tokens=config.batch_tokens, want_top1=want_top1)
-    if config.source == "hybrid":
-        hybrid = HybridFeatures(store_path(recipe), parts.features, target, samples, config, part)
+    path = store_path(recipe)
+    if config.source == "hybrid" and not holds(path, parts.features, samples):
+        hybrid = HybridFeatures(path, parts.features, target, samples, config, part)
         report.say(f"features: {len(hybrid.missing)} of {len(samples)} samples are computed while training")
         return hybrid
-    if config.source == "offline":
-        reader = open_store(store_path(recipe), parts.features, samples, config.verify)
+    if config.stores:
+        reader = open_store(path, parts.features, samples, config.verify)
         spot_check(reader, target, samples)
         return StoredFeatures(reader, config.workers)
     token, _ = find_token(config.token_file)

@@ -1,4 +1,4 @@
-"""Several processes, other jobs, and kills."""
+"""Several processes, other jobs, and kills (CASES 28)."""
 
 from __future__ import annotations
 
@@ -108,6 +108,18 @@ def test_a_refused_job_touches_nothing(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match="weights hash"):
         build_store(path, replace(IDENTITY, weights_hash="e" * 64), tiny_target(), DATA, CONFIG)
     assert {file: file.stat().st_mtime_ns for file in path.rglob("*")} == before
+
+
+def test_a_store_that_needs_nothing_is_used_while_another_job_holds_it(tmp_path: Path) -> None:
+    """Runs with other seeds start at once on one complete store."""
+    path = tmp_path / "store"
+    build_store(path, IDENTITY, tiny_target(), DATA, CONFIG)
+    with StoreWriter(path, IDENTITY):
+        assert build_store(path, IDENTITY, tiny_target(), DATA, CONFIG)
+        assert build_store(path, IDENTITY, tiny_target(), DATA[:5], CONFIG)
+        open_store(path, IDENTITY, DATA)
+        with pytest.raises(StoreError, match="another job"):
+            build_store(path, IDENTITY, tiny_target(), samples(41), CONFIG)
 
 
 def test_a_shard_that_vanished_is_noticed(tmp_path: Path) -> None:
