@@ -299,18 +299,21 @@ def test_the_command_serves_until_it_is_told_to_stop(tmp_path: Path) -> None:
         stdout=subprocess.PIPE,
         text=True,
     )
-    assert process.stdout is not None
-    text = ""
-    while "serving features at" not in text:
-        line = process.stdout.readline()
-        assert line, text
-        text += line
-    url = text.split("serving features at ")[1].split(";")[0]
-    assert url.startswith("http://127.0.0.1:")
-    token = find_token(tmp_path / "token")[0]
-    described = httpx.get(url + TARGET_PATH, headers={"Authorization": f"Bearer {token}"}).json()
-    assert (described["dtype"], described["target"]["hidden_size"]) == ("float32", HIDDEN)
-    process.send_signal(signal.SIGTERM)
-    rest, _ = process.communicate(timeout=100)
+    try:
+        assert process.stdout is not None
+        text = ""
+        while "serving features at" not in text:
+            line = process.stdout.readline()
+            assert line, text
+            text += line
+        url = text.split("serving features at ")[1].split(";")[0]
+        assert url.startswith("http://127.0.0.1:")
+        token = find_token(tmp_path / "token")[0]
+        described = httpx.get(url + TARGET_PATH, headers={"Authorization": f"Bearer {token}"}).json()
+        assert (described["dtype"], described["target"]["hidden_size"]) == ("float32", HIDDEN)
+        process.send_signal(signal.SIGTERM)
+        rest, _ = process.communicate(timeout=100)
+    finally:
+        process.kill()
     assert process.returncode == 0
     assert "served 0 tokens" in rest and token not in text + rest
