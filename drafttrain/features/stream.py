@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -76,6 +77,7 @@ class StreamedFeatures:
         self._identity, self._dtype, self._want_top1, self._say = identity, dtype, want_top1, say
         self._wait, self._urls = config.on_loss == "wait", [url.rstrip("/") for url in config.urls]
         self._known: dict[str, Tensor] = {}
+        self._closed = threading.Event()
         self._http = httpx.Client(
             headers={"Authorization": f"Bearer {token}"},
             timeout=httpx.Timeout(config.timeout_s, connect=10.0),
@@ -105,7 +107,8 @@ class StreamedFeatures:
         return batch
 
     def close(self) -> None:
-        """See `FeatureSource`."""
+        """See `FeatureSource`. What still waits for a server gives up."""
+        self._closed.set()
         self._pool.shutdown()
         self._http.close()
 
@@ -173,7 +176,8 @@ class StreamedFeatures:
                 if time.monotonic() - reminded > _REMIND_S:
                     self._say(f"waiting for a feature server at {', '.join(urls)}: {reasons}")
                     reminded = time.monotonic()
-            time.sleep(pause * random.uniform(0.5, 1.0))
+            if self._closed.wait(pause * random.uniform(0.5, 1.0)):
+                raise FeatureServerError("training ended while a server was waited for", where=", ".join(urls))
             pause = min(2 * pause, _BACKOFF_S[1] if lost else 1.0)
 
     def _describe(self, url: str) -> dict[str, Any]:

@@ -178,6 +178,27 @@ def test_a_dead_server_is_waited_for() -> None:
     assert torch.equal(found[0].features[Tap.final], expected.features[Tap.final])
 
 
+def test_a_run_that_ends_while_it_waits_does_end() -> None:
+    data, said = samples(4), []
+    with serving() as server:
+        streamed = client(server.url, on_loss="wait", said=said)
+    errors: list[BaseException] = []
+
+    def ask() -> None:
+        try:
+            streamed.batch([data], CPU)
+        except FeatureServerError as error:
+            errors.append(error)
+
+    waiting = threading.Thread(target=ask)
+    waiting.start()
+    while not said:
+        time.sleep(0.02)
+    streamed.close()
+    waiting.join(30)
+    assert "training ended" in str(errors[0])
+
+
 class ShortRows(FeatureServer):
     """As a server that caches prefixes does: the first row is missing (CASES 27)."""
 
