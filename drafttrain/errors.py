@@ -32,6 +32,10 @@ class StoreError(UserError):
     """A feature store that is foreign, damaged or incomplete."""
 
 
+class FeatureServerError(UserError):
+    """A feature server that is gone, refuses, or gives something else than what was asked for."""
+
+
 class CheckpointError(UserError):
     """A checkpoint or saved draft that is foreign, damaged or incomplete."""
 

@@ -2,34 +2,64 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from drafttrain.config import Config
+
+StoreDtype = Literal["bfloat16", "float32", "fp8"]
+_SHORT = {"bf16": "bfloat16", "fp32": "float32"}
+
+
+def spell_out(name: Any) -> Any:
+    """The element type that a short name stands for; other values as they are."""
+    return _SHORT.get(name, name) if isinstance(name, str) else name
 
 
 class FeaturesConfig(Config):
     """Where the target's states come from while a draft trains.
 
     Attributes:
-        source: "online" runs the target beside the draft; "offline" reads a store, building it first where needed.
+        source: "online" runs the target beside the draft; "offline" reads a store, building it first where needed;
+            "hybrid" reads what a store has, and computes and adds the rest while training; "stream" asks servers
+            that run the target elsewhere (`drafttrain features serve`).
         path: folder of the store; default `features/` inside the run folder.
-        dtype: element type on disk.
+        dtype: element type on disk: bf16, fp32, or fp8, which is e4m3 with a scale a token and tap.
         shard_mib: size at which a shard is closed, MiB.
         batch_tokens: tokens (padding included) of one forward of the target.
         verify: "checksum" reads every shard once at start, "size" compares file sizes only.
+        workers: threads of a rank that read a store.
+        urls: of the feature servers, such as http://10.0.0.7:8700.
+        token_file: holds the servers' token; None looks in DRAFTTRAIN_FEATURES_TOKEN, then in the cache folder.
+        on_loss: when no server answers, "stop" the run, or "wait" for one.
+        timeout_s: seconds after which a request counts as lost.
     """
 
-    source: Literal["online", "offline"] = "online"
+    source: Literal["online", "offline", "hybrid", "stream"] = "online"
     path: str | None = None
-    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    dtype: Annotated[StoreDtype, BeforeValidator(spell_out)] = "bfloat16"
     shard_mib: int = Field(default=256, ge=1)
     batch_tokens: int = Field(default=4096, ge=1)
     verify: Literal["checksum", "size"] = "checksum"
+    workers: int = Field(default=1, ge=1)
+    urls: tuple[str, ...] = ()
+    token_file: str | None = None
+    on_loss: Literal["stop", "wait"] = "stop"
+    timeout_s: float = Field(default=300.0, gt=0)
 
     @model_validator(mode="after")
-    def _path_needs_a_store(self) -> Self:
-        if self.source == "online" and self.path is not None:
-            raise ValueError("path names a store, which only source: offline reads")
+    def _keys_fit_the_source(self) -> Self:
+        if not self.stores and self.path is not None:
+            raise ValueError("path names a store, which only source: offline and hybrid read")
+        if (self.source == "stream") != bool(self.urls):
+            raise ValueError("source: stream needs urls, and no other source reads them")
+        strange = [url for url in self.urls if not url.startswith(("http://", "https://"))]
+        if strange:
+            raise ValueError(f"{strange[0]!r} is no url of a server, such as http://10.0.0.7:8700")
         return self
+
+    @property
+    def stores(self) -> bool:
+        """Whether there is a store."""
+        return self.source in ("offline", "hybrid")

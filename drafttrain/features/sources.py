@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
 import torch
@@ -12,11 +12,9 @@ from torch import Tensor
 
 from drafttrain.corpus.types import Sample
 from drafttrain.drafters.base import DraftBatch
-from drafttrain.errors import StoreError
 from drafttrain.features.capture import UNKNOWN, capture
-from drafttrain.features.config import FeaturesConfig
 from drafttrain.features.layout import Place, Rows, lay_out, places
-from drafttrain.features.store import StoreIdentity, StoreReader, StoreWriter
+from drafttrain.features.reader import StoreReader
 from drafttrain.modeling.causal_lm import CausalLM
 from drafttrain.modeling.taps import FeatureSpec, Tap
 
@@ -32,6 +30,10 @@ class FeatureSource(Protocol):
 
     def batch(self, rows: Rows, device: torch.device) -> DraftBatch:
         """The rows with features [B, T, H] a tap and top1 [B, T]; padding is zero, top1 -1 where unknown."""
+        ...
+
+    def close(self) -> None:
+        """Finish what was begun; called once, when training is over or broken off."""
         ...
 
 
@@ -70,7 +72,7 @@ class OnlineFeatures:
         for place in places(rows):
             found.setdefault(id(place.sample), []).append(place)
         samples = [at[0].sample for at in found.values()]
-        buffers = _Buffers(batch, self._want_top1)
+        buffers = Buffers(batch, self._want_top1)
         began = time.perf_counter()
         for captured in capture(
             self.target, samples, self.taps, batch_tokens=self._batch_tokens, wants_top1=self._is_new
@@ -86,128 +88,68 @@ class OnlineFeatures:
         self.target_s += time.perf_counter() - began
         return batch
 
+    def close(self) -> None:
+        """See `FeatureSource`; there is nothing to finish."""
+
     def _is_new(self, sample: Sample) -> bool:
         return self._want_top1 and sample.id not in self._known
 
 
 class StoredFeatures:
-    """Reads features from a store on disk."""
+    """Reads features from a store on disk.
 
-    def __init__(self, reader: StoreReader) -> None:
+    Args:
+        reader: of a store that holds every document.
+        workers: threads that read documents of a batch; more than one where the disk, not the memory, is waited for.
+    """
+
+    def __init__(self, reader: StoreReader, workers: int = 1) -> None:
         self.reader = reader
         self.target_s = 0.0
+        self._pool = ThreadPoolExecutor(workers, thread_name_prefix="features") if workers > 1 else None
 
     def batch(self, rows: Rows, device: torch.device) -> DraftBatch:
         """See `FeatureSource`."""
         batch = lay_out(rows, device)
-        buffers = _Buffers(batch, True)
-        for place in places(rows):
-            features, top1 = self.reader.read(place.sample)
-            buffers.put(place, features, top1)
+        buffers = Buffers(batch, True)
+        documents = list(places(rows))
+        self.reader.will_need(place.sample for place in documents)
+
+        def put(place: Place) -> None:
+            buffers.put(place, *self.reader.read(place.sample, device))
+
+        for _ in self._pool.map(put, documents) if self._pool else map(put, documents):
+            pass
         return batch
 
+    def close(self) -> None:
+        """See `FeatureSource`."""
+        if self._pool is not None:
+            self._pool.shutdown()
 
-class _Buffers:
-    """Scatters the features of documents into the rows of a batch."""
+
+class Buffers:
+    """Scatters the features of documents into the rows of a batch; several threads may put at once."""
 
     def __init__(self, batch: DraftBatch, want_top1: bool) -> None:
         self.batch = batch
+        self._lock = threading.Lock()
         if want_top1:
             batch.top1 = torch.full_like(batch.tokens, UNKNOWN)
 
     def put(self, place: Place, features: dict[Tap, Tensor], top1: Tensor | None) -> None:
+        """The features of a document, tap -> [L, H], and its top1 [L], where it lies."""
         here = slice(place.start, place.end)
         for tap, value in features.items():
+            self._buffer(tap, value)[place.row, here] = value.to(self.batch.tokens.device)
+        if top1 is not None and self.batch.top1 is not None:
+            self.batch.top1[place.row, here] = top1.to(self.batch.top1)
+
+    def _buffer(self, tap: Tap, value: Tensor) -> Tensor:
+        with self._lock:
             buffer = self.batch.features.get(tap)
             if buffer is None:
                 shape = (*self.batch.tokens.shape, value.shape[-1])
                 buffer = torch.zeros(shape, dtype=value.dtype, device=self.batch.tokens.device)
                 self.batch.features[tap] = buffer
-            buffer[place.row, here] = value.to(buffer.device)
-        if top1 is not None and self.batch.top1 is not None:
-            self.batch.top1[place.row, here] = top1.to(self.batch.top1)
-
-
-def build_store(
-    path: str | Path,
-    identity: StoreIdentity,
-    target: CausalLM,
-    samples: Sequence[Sample],
-    config: FeaturesConfig,
-    progress: Callable[[int, int], None] = lambda done, total: None,
-) -> None:
-    """Compute and write the features of every document that the store lacks.
-
-    Args:
-        path: folder of the store; one that was interrupted goes on.
-        identity: what the store is for.
-        target: computes the features.
-        samples: documents.
-        config: shard size and batch size.
-        progress: called with (tokens done, tokens to do) after each document.
-
-    Raises:
-        StoreError: a foreign store, or a disk that is or becomes too small.
-        DataError: features that are not finite; names the sample.
-    """
-    writer = StoreWriter(path, identity, shard_bytes=config.shard_mib << 20)
-    todo = writer.missing(samples)
-    writer.require_space(todo)
-    taps = tuple(Tap.parse(name) for name in writer.identity.taps)
-    total, done = sum(len(sample.ids) for sample in todo), 0
-    # Blocks of documents in the data's order, sorted by length inside: an interrupted build loses one block at most.
-    for block in _blocks(todo, 64 * config.batch_tokens):
-        for captured in capture(target, block, taps, batch_tokens=config.batch_tokens, wants_top1=lambda _: True):
-            writer.add(captured.sample, captured.features, captured.top1)
-            done += len(captured.sample.ids)
-            progress(done, total)
-    writer.finish()
-
-
-def _blocks(samples: Sequence[Sample], tokens: int) -> list[list[Sample]]:
-    blocks: list[list[Sample]] = []
-    size = tokens
-    for sample in samples:
-        if size >= tokens:
-            blocks.append([])
-            size = 0
-        blocks[-1].append(sample)
-        size += len(sample.ids)
-    return blocks
-
-
-def open_store(
-    path: str | Path, identity: StoreIdentity, samples: Sequence[Sample], verify: str = "checksum"
-) -> StoredFeatures:
-    """Open a complete store and make sure that it holds every document.
-
-    Raises:
-        StoreError: foreign, damaged, incomplete, or lacking a document.
-    """
-    reader = StoreReader(path, identity, verify=verify)
-    for sample in samples:
-        reader.require(sample)
-    return StoredFeatures(reader)
-
-
-def spot_check(source: StoredFeatures, target: CausalLM, samples: Sequence[Sample], count: int = 2) -> None:
-    """Compare a few stored documents with a forward here: hashes say what a store was made for, not that it is right.
-
-    Rows that are shifted, cut or of another numbering differ wholly; other kernels and roundings differ by percents.
-
-    Raises:
-        StoreError: names the sample and the tap.
-    """
-    chosen = [samples[index * len(samples) // count] for index in range(min(count, len(samples)))]
-    for captured in capture(target, chosen, list(source.reader.taps), batch_tokens=1, wants_top1=lambda _: False):
-        stored, _ = source.reader.read(captured.sample)
-        for tap, fresh in captured.features.items():
-            expected = fresh.float().cpu()
-            error = (stored[tap].float() - expected).norm(dim=-1) / expected.norm(dim=-1).clamp(min=1e-6)
-            if float(error.mean()) > 0.1:
-                raise StoreError(
-                    f"the rows of tap {tap} for sample {captured.sample.id} differ from the target's by "
-                    f"{float(error.mean()):.0%}",
-                    where=source.reader.path,
-                    remedy="remove the store and build it anew",
-                )
+            return buffer

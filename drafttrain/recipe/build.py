@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,15 +21,13 @@ from drafttrain.drafters.eagle.widen import widen_vocab
 from drafttrain.drafters.lora import add_lora
 from drafttrain.drafters.saving import check_target, warm_start
 from drafttrain.errors import RecipeError, UserError
-from drafttrain.features.sources import (
-    FeatureSource,
-    OnlineFeatures,
-    build_store,
-    open_store,
-    spot_check,
-    taps_with_final,
-)
+from drafttrain.features.building import build_store, holds, open_store, spot_check
+from drafttrain.features.hybrid import HybridFeatures
+from drafttrain.features.lock import WHOLE, Part
+from drafttrain.features.sources import FeatureSource, OnlineFeatures, StoredFeatures, taps_with_final
 from drafttrain.features.store import StoreIdentity
+from drafttrain.features.stream import StreamedFeatures
+from drafttrain.features.wire import find_token
 from drafttrain.losses.objective import Objective
 from drafttrain.modeling.vocab_map import VocabMap
 from drafttrain.recipe.conversations import InProcess, data_hashes, prepare_conversations, what_was_left_out
@@ -61,7 +60,7 @@ class RunParts:
         target: frozen.
         drafter: initialised, bound to the target, fp32.
         objective: the loss.
-        source: features of `corpus.samples`.
+        features: what a store of the features of `corpus.samples` is for.
         corpus: training samples.
         held_out: token ids of prompts that are not trained on, at most `evaluation.prompts`.
         stop_ids: tokens that end an answer.
@@ -72,7 +71,7 @@ class RunParts:
     target: TargetModel
     drafter: Drafter
     objective: Objective
-    source: FeatureSource
+    features: StoreIdentity
     corpus: Corpus
     held_out: list[list[int]]
     stop_ids: frozenset[int]
@@ -95,7 +94,7 @@ def build_run(
     load: Callable[[TargetConfig], TargetModel] = load_target,
     data_first: Callable[[Callable[[], Data]], Data] = lambda work: work(),
 ) -> RunParts:
-    """Run all stages before training: target, prompts, answers, samples, draft, features.
+    """Run all stages before features: target, prompts, answers, samples, draft.
 
     Args:
         load: gives the target.
@@ -104,11 +103,7 @@ def build_run(
     Raises:
         UserError: whatever a stage cannot use; what stages before left stays.
     """
-    report.say(f"loading the target {recipe.target.model} ({recipe.target.dtype})")
-    target = load(recipe.target)
-    # The engine would do it at its first use; before that, the target rounds otherwise, and a run that resumes
-    # after its answers or a measurement would not see the features of an unbroken one.
-    target.prepare_for_inference()
+    target = prepare_target(recipe, report, load)
     chat = ChatRenderer(target.tokenizer, recipe.data.template_kwargs, target.stop_ids)
     corpus, held_out = data_first(lambda: prepare_corpus(recipe, target, chat, report))
     drafter, coverage = prepare_drafter(recipe, target, chat, corpus.samples)
@@ -117,18 +112,56 @@ def build_run(
         f"draft: {drafter.family}, {trainable / 1e6:.1f} M trainable parameters, draft vocabulary "
         f"{drafter.vocab_map.size} of {drafter.vocab_map.vocab_size} covers {coverage:.2%} of the labels"
     )
-    source = prepare_features(recipe, target, chat, drafter, corpus.samples, report)
     return RunParts(
         target=target,
         drafter=drafter,
         objective=Objective(recipe.loss),
-        source=source,
+        features=store_identity(recipe, target, chat, drafter),
         corpus=corpus,
         held_out=[chat.prompt_ids(*_first_prompt(item)) for item in held_out[: recipe.evaluation.prompts]],
         stop_ids=chat.stop_ids,
         coverage=coverage,
         data=data_hashes(recipe),
     )
+
+
+def prepare_target(
+    recipe: Recipe, report: Reporter, load: Callable[[TargetConfig], TargetModel] = load_target
+) -> TargetModel:
+    """The target as every stage uses it."""
+    report.say(f"loading the target {recipe.target.model} ({recipe.target.dtype})")
+    target = load(recipe.target)
+    # The engine would do it at its first use; before that, the target rounds otherwise, and a run that resumes
+    # after its answers or a measurement would not see the features of an unbroken one.
+    target.prepare_for_inference()
+    return target
+
+
+@dataclass(frozen=True)
+class StoreParts:
+    """What a store is built from, or checked against."""
+
+    target: TargetModel
+    identity: StoreIdentity
+    samples: list[Sample]
+
+
+def prepare_store(recipe: Recipe, report: Reporter) -> StoreParts:
+    """The stages before features, for a store without a training run; says how large the store will be.
+
+    Raises:
+        UserError: whatever a stage cannot use.
+    """
+    target = prepare_target(recipe, report)
+    chat = ChatRenderer(target.tokenizer, recipe.data.template_kwargs, target.stop_ids)
+    corpus, _ = prepare_corpus(recipe, target, chat, report)
+    try:
+        drafter = build_drafter(recipe.drafter, target.config, device="meta")
+    except ValueError as error:
+        raise RecipeError(str(error), where="drafter") from None
+    identity = store_identity(recipe, target, chat, drafter)
+    report.say(store_size(recipe, identity, corpus.samples))
+    return StoreParts(target, identity, corpus.samples)
 
 
 def prepare_corpus(recipe: Recipe, target: TargetModel, chat: ChatRenderer, report: Reporter) -> Data:
@@ -206,28 +239,84 @@ def _fresh_map(
     )
 
 
-def prepare_features(
+def write_features(recipe: Recipe, parts: RunParts, report: Reporter, part: Part = WHOLE) -> None:
+    """Bring the recipe's store up to date before training, where it has one that is read alone.
+
+    Args:
+        part: ranks write at once, each its own; then all have to wait for the last.
+
+    Raises:
+        StoreError: see `build_store`.
+    """
+    if recipe.features.stores:
+        report.say(store_size(recipe, parts.features, parts.corpus.samples))
+    if recipe.features.source == "offline":
+        build_features(recipe, parts.target, parts.features, parts.corpus.samples, report, part)
+
+
+def open_features(recipe: Recipe, parts: RunParts, report: Reporter, part: Part = WHOLE) -> FeatureSource:
+    """The source that the recipe names, checked against the target. Close it when training is over.
+
+    Raises:
+        StoreError: a store that is foreign, damaged, or written to by another job.
+        FeatureServerError: see `StreamedFeatures`.
+    """
+    config, target, samples = recipe.features, parts.target, parts.corpus.samples
+    spec = parts.drafter.feature_spec
+    # Over the whole vocabulary the loss finds the target's own token by itself.
+    want_top1 = not parts.drafter.vocab_map.is_full
+    if config.source == "online":
+        return OnlineFeatures(target, spec, batch_tokens=config.batch_tokens, want_top1=want_top1)
+    path = store_path(recipe)
+    if config.source == "hybrid" and not holds(path, parts.features, samples):
+        hybrid = HybridFeatures(path, parts.features, target, samples, config, part)
+        report.say(f"features: {len(hybrid.missing)} of {len(samples)} samples are computed while training")
+        return hybrid
+    if config.stores:
+        reader = open_store(path, parts.features, samples, config.verify)
+        spot_check(reader, target, samples)
+        return StoredFeatures(reader, config.workers)
+    token, _ = find_token(config.token_file)
+    streamed = StreamedFeatures(
+        config,
+        token,
+        spec,
+        identity=target.identity,
+        dtype=recipe.target.dtype,
+        want_top1=want_top1,
+        say=report.say,
+    )
+    streamed.spot_check(target, samples)
+    return streamed
+
+
+def build_features(
     recipe: Recipe,
     target: TargetModel,
-    chat: ChatRenderer,
-    drafter: Drafter,
+    identity: StoreIdentity,
     samples: Sequence[Sample],
     report: Reporter,
-) -> FeatureSource:
-    """The online source, or the store, built where it is missing or not whole."""
-    config = recipe.features
-    if config.source == "online":
-        # Over the whole vocabulary the loss finds the target's own token by itself.
-        want_top1 = not drafter.vocab_map.is_full
-        return OnlineFeatures(target, drafter.feature_spec, batch_tokens=config.batch_tokens, want_top1=want_top1)
-    path = store_path(recipe)
-    identity = store_identity(recipe, target, chat, drafter)
-    size = sum(len(sample.ids) for sample in samples) * identity.bytes_per_token
-    report.say(f"features: store {path}, {size / 2**30:.2f} GiB for taps {', '.join(identity.taps)}")
-    build_store(path, identity, target, samples, config, lambda done, total: report.progress("features", done, total))
-    source = open_store(path, identity, samples, config.verify)
-    spot_check(source, target, samples)
-    return source
+    part: Part,
+) -> bool:
+    """Add to the recipe's store what it lacks, or this part's share of it; whether it is complete then."""
+
+    def progress(done: int, total: int) -> None:
+        report.progress("features", done, total)
+
+    return build_store(store_path(recipe), identity, target, samples, recipe.features, progress, part)
+
+
+def store_size(recipe: Recipe, identity: StoreIdentity, samples: Sequence[Sample]) -> str:
+    """A line that says how large the recipe's store will be, before anything is written."""
+    tokens = sum(len(sample.ids) for sample in samples)
+    size = tokens * identity.bytes_per_token
+    line = (
+        f"features: store {store_path(recipe)}, {size / 2**30:.2f} GiB for {tokens} tokens, "
+        f"taps {', '.join(identity.taps)} in {identity.dtype}"
+    )
+    if size > os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") and recipe.training.shuffle_block is None:
+        line += "; more than this machine's memory: training.shuffle_block=64 reads it in runs"
+    return line
 
 
 def store_path(recipe: Recipe) -> Path:

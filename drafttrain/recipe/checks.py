@@ -81,7 +81,7 @@ def _terms_have_inputs(drafter: AnyDrafter, loss: LossConfig) -> Iterator[Proble
 
 
 def _stores_hold_what_is_read(drafter: AnyDrafter, features: FeaturesConfig) -> Iterator[Problem]:
-    if isinstance(drafter, DraftLMConfig) and features.source == "offline":
+    if isinstance(drafter, DraftLMConfig) and features.stores:
         yield Problem(
             ("features", "source"),
             "a draft LM reads tokens, not features: a store would serve its labels alone; use 'online'",

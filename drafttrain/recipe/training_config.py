@@ -34,6 +34,8 @@ class TrainingConfig(Config):
         seed: order of samples, initialisation and noise; None takes the recipe's.
         log_every, save_every: in optimiser steps; `save_every: null` saves at the end of the run only.
         keep: checkpoints kept beside the best one.
+        shuffle_block: samples that stay neighbours in the order of an epoch, so that a store larger than memory is
+            read in runs; None shuffles freely.
         packing: put several samples in one row, each attending to itself alone.
         num_threads: CPU threads of torch, None for its own choice.
         patience_s: seconds without progress after which a run of several ranks is ended with the name of the rank
@@ -59,6 +61,7 @@ class TrainingConfig(Config):
     log_every: int = Field(10, ge=1)
     save_every: int | None = Field(500, ge=1)
     keep: int = Field(2, ge=1)
+    shuffle_block: int | None = Field(None, ge=1)
     packing: bool = True
     num_threads: int | None = Field(None, ge=1)
     patience_s: float | None = Field(3600.0, gt=0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, closing, contextmanager, nullcontext
 from pathlib import Path
 
 import torch
@@ -14,9 +14,10 @@ from rich.console import Console
 
 from drafttrain.drafters.saving import save_draft
 from drafttrain.errors import AlreadyReported, RecipeError, UserError
+from drafttrain.features.lock import Part
 from drafttrain.features.sources import FeatureSource
 from drafttrain.files import exclusive
-from drafttrain.recipe.build import RunParts, build_run
+from drafttrain.recipe.build import RunParts, build_run, open_features, write_features
 from drafttrain.recipe.load import save_recipe
 from drafttrain.recipe.provenance import collect_provenance, record_provenance, versions
 from drafttrain.recipe.schema import Recipe
@@ -87,20 +88,38 @@ def _train(
     ranks: Ranks,
     life: Heartbeat,
 ) -> TrainResult:
-    main = ranks.main
-    folder = Path(recipe.run_folder)
-    report = ConsoleReporter(console, quiet=not main)
+    report = ConsoleReporter(console, quiet=not ranks.main)
     parts = _build(recipe, report, ranks)
-    source: FeatureSource = parts.source
-    in_shards = isinstance(parts.target, ShardedTarget)
-    if isinstance(parts.target, ShardedTarget):
-        source = TogetherFeatures(source, parts.target)
-    provenance = {**collect_provenance(parts.target.identity.to_dict(), parts.data), "sharding": launch.name}
     ranks.agree(
         "the data",
         {**parts.fingerprint(), "samples": len(parts.corpus.samples), "files": parts.data},
         "the run's folder and the data must be the same files on every host (a shared disk)",
     )
+    # Features they write together.
+    part = Part(ranks.rank, ranks.count)
+    ranks.together(lambda: write_features(recipe, parts, report, part))
+    with closing(ranks.together(lambda: open_features(recipe, parts, report, part))) as source:
+        return _fit(recipe, resume, console, launch, accelerator, ranks, life, parts, source, report)
+
+
+def _fit(
+    recipe: Recipe,
+    resume: Resume,
+    console: Console,
+    launch: Launch,
+    accelerator: Accelerator,
+    ranks: Ranks,
+    life: Heartbeat,
+    parts: RunParts,
+    source: FeatureSource,
+    report: ConsoleReporter,
+) -> TrainResult:
+    main = ranks.main
+    folder = Path(recipe.run_folder)
+    in_shards = isinstance(parts.target, ShardedTarget)
+    if isinstance(parts.target, ShardedTarget):
+        source = TogetherFeatures(source, parts.target)
+    provenance = {**collect_provenance(parts.target.identity.to_dict(), parts.data), "sharding": launch.name}
     trainer = ranks.together(
         lambda: Trainer(
             accelerator,

@@ -126,6 +126,7 @@ class Trainer:
             packing=config.packing,
             window_rows=config.batch_rows * config.accumulation * self.ranks,
             seed=seed,
+            shuffle_block=config.shuffle_block,
         )
         self.fingerprint = {
             **fingerprint,
@@ -133,6 +134,7 @@ class Trainer:
             "packing": config.packing,
             "row_length": config.row_length,
             "samples": len(parts.samples),
+            "shuffle_block": config.shuffle_block,
         }
         self.total_steps = config.max_steps or self.order.steps_in(config.epochs or 0.0)
         self.depths = parts.drafter.max_depth

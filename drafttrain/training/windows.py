@@ -14,6 +14,7 @@ from drafttrain.errors import DataError
 Row = list[Sample]
 
 _BUCKET_WINDOWS = 16
+_POOL_BLOCKS = 16
 
 
 @dataclass(frozen=True)
@@ -62,13 +63,21 @@ class DataOrder:
         packing: several samples a row; otherwise one.
         window_rows: rows of one optimiser step over all ranks.
         seed: with the epoch, decides the order.
+        shuffle_block: see `block_order`; None shuffles freely.
 
     Raises:
         DataError: no samples, or one longer than a row.
     """
 
     def __init__(
-        self, samples: Sequence[Sample], *, row_length: int, packing: bool, window_rows: int, seed: int
+        self,
+        samples: Sequence[Sample],
+        *,
+        row_length: int,
+        packing: bool,
+        window_rows: int,
+        seed: int,
+        shuffle_block: int | None = None,
     ) -> None:
         if not samples:
             raise DataError("there are no training samples", remedy="look at the rejects, or give more prompts")
@@ -84,11 +93,13 @@ class DataOrder:
         self.packing = packing
         self.window_rows = window_rows
         self.seed = seed
+        self.shuffle_block = shuffle_block
 
     def epoch_rows(self, epoch: int) -> list[Row]:
         """All rows of an epoch, in the order in which they are trained on; each sample stands in exactly one."""
         rng = np.random.default_rng([self.seed, epoch])
-        shuffled = [self.samples[index] for index in rng.permutation(len(self.samples))]
+        order = block_order(len(self.samples), self.shuffle_block, rng)
+        shuffled = [self.samples[index] for index in order]
         rows = first_fit(shuffled, self.row_length) if self.packing else [[sample] for sample in shuffled]
         if self.packing:
             return rows
@@ -97,14 +108,19 @@ class DataOrder:
     def _bucketed(self, rows: list[Row], rng: np.random.Generator) -> list[Row]:
         """Rows of similar length side by side, within stretches short enough to leave the order random."""
         stretch = self.window_rows * _BUCKET_WINDOWS
-        windows: list[list[Row]] = []
+        stretches: list[list[list[Row]]] = []
         for start in range(0, len(rows), stretch):
-            part = sorted(rows[start : start + stretch], key=_tokens)
-            windows += [part[i : i + self.window_rows] for i in range(0, len(part), self.window_rows)]
+            near = sorted(rows[start : start + stretch], key=_tokens)
+            stretches.append([near[i : i + self.window_rows] for i in range(0, len(near), self.window_rows)])
+        if self.shuffle_block is None:
+            stretches = [[window for part in stretches for window in part]]
         # A short window stays last, so that windows of an epoch begin at multiples of window_rows.
-        whole = [window for window in windows if len(window) == self.window_rows]
-        short = [window for window in windows if len(window) < self.window_rows]
-        return [row for index in rng.permutation(len(whole)) for row in whole[index]] + [r for w in short for r in w]
+        short = [window for part in stretches for window in part if len(window) < self.window_rows]
+        ordered: list[list[Row]] = []
+        for part in stretches:
+            whole = [window for window in part if len(window) == self.window_rows]
+            ordered += [whole[index] for index in rng.permutation(len(whole))]
+        return [row for window in ordered + short for row in window]
 
     def steps_in(self, epochs: float) -> int:
         """Optimiser steps of `epochs` passes; a fraction of an epoch is rounded up to a step."""
@@ -124,6 +140,23 @@ class DataOrder:
                 yield Window(epoch, row, window)
                 row += len(window)
             epoch, row = epoch + 1, 0
+
+
+def block_order(count: int, block: int | None, rng: np.random.Generator) -> list[int]:
+    """A permutation of range(count) that a disk can follow: neighbours of the data are neighbours of a store.
+
+    Blocks of `block` neighbours are put in random order and shuffled within pools of `_POOL_BLOCKS`. While a pool is
+    read, that many stretches of the disk are in use, however large the store is.
+    """
+    if block is None:
+        return [int(index) for index in rng.permutation(count)]
+    runs = [range(start, min(start + block, count)) for start in range(0, count, block)]
+    shuffled = [runs[index] for index in rng.permutation(len(runs))]
+    order: list[int] = []
+    for start in range(0, len(shuffled), _POOL_BLOCKS):
+        pool = [index for run in shuffled[start : start + _POOL_BLOCKS] for index in run]
+        order += [pool[index] for index in rng.permutation(len(pool))]
+    return order
 
 
 def first_fit(samples: Sequence[Sample], row_length: int, open_rows: int = 64) -> list[Row]:

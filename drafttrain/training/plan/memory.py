@@ -71,7 +71,7 @@ def memory_items(recipe: Recipe, drafter: Drafter, target: nn.Module, ranks: int
         "features of a micro-batch": tokens * taps * text.hidden_size * (unit + target_unit),
         "logits of a chunk and rows of labels": _loss_bytes(drafter, tokens, unit, on_cpu),
     }
-    if recipe.features.source == "online":
+    if recipe.features.source in ("online", "hybrid"):
         transient["a forward of the target"] = _forward_bytes(text, recipe, target_unit)
     items += [Item(name, nbytes, False, "training") for name, nbytes in transient.items()]
     if recipe.evaluation.prompts:

@@ -106,7 +106,7 @@ def make_plan(
         raise RecipeError(str(error), where="drafter") from None
     work = workload(recipe, hardware.ranks, samples, tokens)
     flops = step_flops(drafter, target, recipe.loss, work, recipe.training.gradient_checkpointing)
-    online = recipe.features.source == "online"
+    online = not recipe.features.stores
     token_bytes = _store_identity(recipe, drafter, text).bytes_per_token
     # A store is filled once; online features are computed in each epoch.
     body_runs = work.seen if online else work.samples

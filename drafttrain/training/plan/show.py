@@ -38,7 +38,9 @@ def _sizes(plan: Plan) -> Table:
     table.add_row("tokens of an epoch", f"{work.tokens:,}")
     table.add_row("optimiser steps", f"{work.steps:,} in {work.epochs:g} epochs")
     table.add_row("features of a token", f"{plan.store_token_bytes:,} bytes in {plan.recipe.features.dtype}")
-    would = "feature store, if it were written (source: online)" if plan.online else "feature store"
+    would = (
+        f"feature store, if it were written (source: {plan.recipe.features.source})" if plan.online else "feature store"
+    )
     table.add_row(would, size(plan.store_bytes))
     table.add_row("hours of the target", f"{plan.target_hours:,.2f}")
     table.add_row("hours of the draft", f"{plan.draft_hours:,.2f}")

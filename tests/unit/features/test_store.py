@@ -11,10 +11,13 @@ import torch
 
 from drafttrain.corpus.types import Sample
 from drafttrain.errors import DataError, StoreError, UserError
-from drafttrain.features import store as store_module
+from drafttrain.features import shard as shard_module
+from drafttrain.features.building import build_store, open_store, spot_check
 from drafttrain.features.config import FeaturesConfig
-from drafttrain.features.sources import OnlineFeatures, StoredFeatures, build_store, open_store, spot_check
-from drafttrain.features.store import StoreIdentity, StoreReader, StoreWriter
+from drafttrain.features.reader import StoreReader
+from drafttrain.features.sources import OnlineFeatures, StoredFeatures
+from drafttrain.features.store import StoreIdentity
+from drafttrain.features.writer import StoreWriter
 from drafttrain.modeling.taps import FeatureSpec, Tap
 from tests.tiny_training import HIDDEN, samples, tiny_target
 
@@ -43,7 +46,7 @@ def small_shards(monkeypatch: pytest.MonkeyPatch, tokens: int) -> None:
 def test_stored_features_are_the_online_ones_bit_for_bit(tmp_path: Path) -> None:
     data = samples(12)
     build(tmp_path / "store", data)
-    offline = open_store(tmp_path / "store", IDENTITY, data)
+    offline = StoredFeatures(open_store(tmp_path / "store", IDENTITY, data))
     online = OnlineFeatures(tiny_target(), SPEC, batch_tokens=64)
     rows = [[data[0], data[3]], [data[5]]]
     ours, theirs = online.batch(rows, CPU), offline.batch(rows, CPU)
@@ -84,7 +87,7 @@ def test_a_bf16_store_keeps_a_bf16_target_exactly(tmp_path: Path) -> None:
     identity = replace(IDENTITY, dtype="bfloat16")
     target = tiny_target(dtype=torch.bfloat16)
     build_store(tmp_path / "s", identity, target, data, FeaturesConfig(source="offline", batch_tokens=1))
-    stored = open_store(tmp_path / "s", identity, data).batch([data[:2]], CPU)
+    stored = StoredFeatures(open_store(tmp_path / "s", identity, data)).batch([data[:2]], CPU)
     online = OnlineFeatures(target, SPEC, batch_tokens=1).batch([data[:2]], CPU)
     for tap, value in online.features.items():
         assert stored.features[tap].dtype == torch.bfloat16
@@ -161,7 +164,7 @@ def test_building_goes_on_after_a_damaged_shard(tmp_path: Path, monkeypatch: pyt
 def test_a_full_disk_leaves_the_shards_before_usable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     small_shards(monkeypatch, 40)
     data = samples(12)
-    real, written = store_module.sha256_file, []
+    real, written = shard_module.sha256_file, []
 
     def full_in_the_second_shard(path: Path) -> str:
         written.append(path)
@@ -169,17 +172,17 @@ def test_a_full_disk_leaves_the_shards_before_usable(tmp_path: Path, monkeypatch
             raise OSError(errno.ENOSPC, "No space left on device")
         return real(path)
 
-    monkeypatch.setattr(store_module, "sha256_file", full_in_the_second_shard)
+    monkeypatch.setattr(shard_module, "sha256_file", full_in_the_second_shard)
     with pytest.raises(StoreError, match="disk is full"):
         build(tmp_path / "store", data)
-    monkeypatch.setattr(store_module, "sha256_file", real)
+    monkeypatch.setattr(shard_module, "sha256_file", real)
     half = StoreReader(tmp_path / "store", IDENTITY, allow_incomplete=True)
     assert 0 < len(half) < len(data)
     assert not list((tmp_path / "store/shards").glob(".*"))
     with pytest.raises(StoreError, match="incomplete"):
         StoreReader(tmp_path / "store", IDENTITY)
     build(tmp_path / "store", data)
-    assert len(open_store(tmp_path / "store", IDENTITY, data).reader) == len(data)
+    assert len(open_store(tmp_path / "store", IDENTITY, data)) == len(data)
 
 
 def test_space_is_checked_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -227,7 +230,7 @@ def test_other_tokens_under_a_known_id_are_refused(tmp_path: Path) -> None:
 def test_new_samples_are_added_to_a_complete_store(tmp_path: Path) -> None:
     build(tmp_path / "store", samples(3))
     build(tmp_path / "store", samples(5))
-    assert len(open_store(tmp_path / "store", IDENTITY, samples(5)).reader) == 5
+    assert len(open_store(tmp_path / "store", IDENTITY, samples(5))) == 5
 
 
 def test_a_folder_that_is_no_store_is_left_alone(tmp_path: Path) -> None:
@@ -255,9 +258,9 @@ def test_a_store_with_more_taps_serves_and_keeps_them(tmp_path: Path) -> None:
     fewer = replace(IDENTITY, taps=("2", "final"))
     build(tmp_path / "store", data, fewer)
     assert StoreReader(tmp_path / "store").identity.taps == IDENTITY.taps
-    batch = open_store(tmp_path / "store", fewer, data).batch([data], CPU)
+    batch = StoredFeatures(open_store(tmp_path / "store", fewer, data)).batch([data], CPU)
     assert set(batch.features) == {Tap.block(2), Tap.final}
-    whole = open_store(tmp_path / "store", IDENTITY, data).batch([data], CPU)
+    whole = StoredFeatures(open_store(tmp_path / "store", IDENTITY, data)).batch([data], CPU)
     assert all(torch.equal(value, whole.features[tap]) for tap, value in batch.features.items())
 
 
@@ -267,7 +270,7 @@ def test_a_spot_check_finds_rows_that_are_not_the_targets(tmp_path: Path) -> Non
     spot_check(open_store(tmp_path / "good", IDENTITY, data), tiny_target(), data)
     # A server with a cached prefix gives rows shifted by one: the counts are right, the hashes too.
     writer = StoreWriter(tmp_path / "shifted", IDENTITY)
-    good = open_store(tmp_path / "good", IDENTITY, data).reader
+    good = open_store(tmp_path / "good", IDENTITY, data)
     for sample in data:
         features, top1 = good.read(sample)
         writer.add(sample, {tap: value.roll(1, 0) for tap, value in features.items()}, top1)

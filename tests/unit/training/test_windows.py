@@ -98,3 +98,22 @@ def test_no_samples_and_too_long_ones_are_errors() -> None:
         DataOrder([], row_length=8, packing=True, window_rows=1, seed=0)
     with pytest.raises(DataError, match="a row holds 8"):
         DataOrder(samples(5, shortest=10), row_length=8, packing=True, window_rows=1, seed=0)
+
+
+def test_block_shuffle_keeps_the_disk_near() -> None:
+    """Every sample once, another order each epoch, and few stretches of the data in use at any time."""
+    data = samples(640)
+    order = DataOrder(data, row_length=64, packing=False, window_rows=4, seed=3, shuffle_block=8)
+    position = {sample.id: index for index, sample in enumerate(data)}
+    epochs = [[position[row[0].id] for row in order.epoch_rows(epoch)] for epoch in (0, 1)]
+    assert all(sorted(epoch) == list(range(640)) for epoch in epochs)
+    assert epochs[0] != epochs[1]
+    for epoch in epochs:
+        # 64 rows are sorted into windows together, half a pool of 16 blocks.
+        assert all(8 < len({index // 8 for index in epoch[at : at + 64]}) <= 16 for at in range(0, 640, 64))
+    packed = DataOrder(data, row_length=64, packing=True, window_rows=4, seed=3, shuffle_block=8)
+    stream = [position[sample.id] // 8 for row in packed.epoch_rows(0) for sample in row]
+    assert sorted(position[sample.id] for row in packed.epoch_rows(0) for sample in row) == list(range(640))
+    assert all(len(set(stream[at : at + 64])) <= 32 for at in range(0, 640, 64))
+    again = DataOrder(data, row_length=64, packing=False, window_rows=4, seed=3, shuffle_block=8)
+    assert [row[0].id for row in again.epoch_rows(1)] == [data[index].id for index in epochs[1]]

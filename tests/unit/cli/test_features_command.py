@@ -1,0 +1,156 @@
+"""`features build|verify|info|convert` on a tiny target: what they write, say, and refuse."""
+
+from __future__ import annotations
+
+import json
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from drafttrain.cli.main import main
+from drafttrain.features.reader import StoreReader
+from drafttrain.features.server import FeatureServer
+from drafttrain.features.wire import TOKEN_VARIABLE
+from drafttrain.recipe.load import load_recipe
+from drafttrain.targets.load import load_target
+from tests.chats import CHATML, chat_tokenizer
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a tiny target, a recipe, and its store."""
+    folder = tmp_path_factory.mktemp("features")
+    tokenizer = chat_tokenizer(CHATML)
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=4,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=160,
+        eos_token_id=tokenizer.eos_token_id,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder / "target")
+    tokenizer.save_pretrained(folder / "target")
+    with (folder / "given.jsonl").open("w") as file:
+        for number in range(6):
+            messages = [{"role": "user", "content": "one two"}, {"role": "assistant", "content": "two " * (3 + number)}]
+            file.write(json.dumps({"id": f"c{number}", "messages": messages}) + "\n")
+    values = {
+        "name": "tiny",
+        "output_dir": str(folder / "run"),
+        "target": {"model": str(folder / "target"), "dtype": "float32", "device": "cpu"},
+        "data": {
+            "prompts": [{"source": str(folder / "given.jsonl")}],
+            "answers": {"source": "given"},
+            "max_length": 100,
+            "held_out": 0,
+        },
+        "features": {"source": "offline", "dtype": "bf16"},
+        "drafter": {"family": "eagle3"},
+        "loss": {},
+        "training": {"epochs": 1},
+        "evaluation": {"prompts": 0},
+    }
+    (folder / "tiny.yaml").write_text(yaml.safe_dump(values), encoding="utf-8")
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def own_cache(world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DRAFTTRAIN_CACHE", str(world / "cache"))
+
+
+@pytest.fixture(scope="module")
+def store(world: Path) -> Path:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DRAFTTRAIN_CACHE", str(world / "cache"))
+        assert main(["features", "build", str(world / "tiny.yaml")]) == 0
+    return world / "run/features"
+
+
+def test_build_in_parts(world: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["features", "build", str(world / "tiny.yaml"), "features.batch_tokens=1", f"features.path={tmp_path}"]
+    assert main([*words, "--part", "2/2"]) == 0
+    assert "part 2 of 2 is written, other parts are not yet" in capsys.readouterr().out
+    assert main([*words, "--part", "1/2"]) == 0
+    out = capsys.readouterr().out
+    assert "GiB for" in out and f"{tmp_path}: complete" in out
+    assert len(StoreReader(tmp_path)) == 6
+
+
+def test_info_and_verify(world: Path, store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["features", "info", str(store)]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "6 documents" in out and "bfloat16" in out and "final of 16 elements" in out
+    assert main(["features", "verify", str(store), str(world / "tiny.yaml")]) == 0
+    assert "6 samples, rows as the target gives them" in capsys.readouterr().out
+    assert main(["features", "verify", str(store), str(world / "tiny.yaml"), "features.dtype=fp8"]) == 2
+    assert "dtype (store: bfloat16, here: fp8)" in capsys.readouterr().err
+    assert main(["features", "info", str(tmp_path)]) == 2
+
+
+def test_verify_names_what_is_damaged(store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["features", "convert", str(store), str(tmp_path / "copy")]) == 0
+    file = tmp_path / "copy/shards/000000/features.bin"
+    content = bytearray(file.read_bytes())
+    content[3] ^= 1
+    file.write_bytes(content)
+    capsys.readouterr()
+    assert main(["features", "verify", str(tmp_path / "copy")]) == 1
+    assert "shards/000000: features.bin is damaged" in capsys.readouterr().out
+    assert main(["features", "convert", str(tmp_path / "copy"), str(tmp_path / "other")]) == 2
+    assert not (tmp_path / "other").exists()
+
+
+def test_convert(store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "fp8"
+    assert main(["features", "convert", str(store), str(out), "--dtype", "fp8", "--taps", "2,final"]) == 0
+    identity = StoreReader(out).identity
+    assert (identity.dtype, identity.taps) == ("fp8", ("2", "final"))
+    assert main(["features", "convert", str(store), str(tmp_path / "x"), "--taps", "9"]) == 2
+    assert "has no tap 9" in capsys.readouterr().err
+
+
+def curve(run: Path) -> list[float]:
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [record["loss"] for record in records if record["kind"] == "train"]
+
+
+def test_a_run_trains_on_every_source(world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(TOKEN_VARIABLE, "secret")
+    config = load_recipe(world / "tiny.yaml").target
+    server = FeatureServer(load_target(config), "secret")
+    thread = threading.Thread(target=server.serve)
+    thread.start()
+    store = f"features.path={tmp_path / 'store'}"
+    sources = {
+        "online": ["features.source=online"],
+        "hybrid": ["features.source=hybrid", "features.dtype=fp32", store],
+        "offline": ["features.source=offline", "features.dtype=fp32", store],
+        "stream": ["features.source=stream", f"features.urls=[{server.url}]"],
+    }
+    for name, words in sources.items():
+        words += [f"output_dir={tmp_path / name}", "training.precision=fp32", "training.log_every=1"]
+        assert main(["train", str(world / "tiny.yaml"), "training.batch_rows=1", "training.epochs=2", *words]) == 0
+    server.stop()
+    thread.join()
+    assert server.served > 0
+    assert StoreReader(tmp_path / "store").complete
+    online = curve(tmp_path / "online")
+    assert len(online) >= 2
+    for name in sources:
+        assert curve(tmp_path / name) == pytest.approx(online, rel=1e-4), name
+
+
+@pytest.mark.parametrize("part", ["0/2", "3/2", "x", "1/"])
+def test_a_part_that_is_none(part: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["features", "build", "any.yaml", "--part", part])
+    assert "K from 1 to N" in capsys.readouterr().err
