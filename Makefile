@@ -12,8 +12,11 @@ PYTHON ?= python3
 TORCH_CPU ?= torch==2.13.0
 VENV := .venv
 BIN := $(VENV)/bin
+# What runs needs less than what tests: DeepSpeed, peft and Triton take minutes to install.
 STAMP := $(VENV)/.installed
-EXTRAS := data,dev,kernels
+STAMP_DEV := $(VENV)/.installed-dev
+EXTRAS := data
+EXTRAS_DEV := data,dev,kernels
 RECIPE ?= recipes/quickstart.yaml
 SUITE ?= eval/suites/core.yaml
 ARGS ?=
@@ -30,7 +33,7 @@ LAUNCH := $(if $(GPU),$(ON_GPU),$(ON_CPU))
 
 .PHONY: quickstart test serving lint format venv clean
 
-quickstart: venv
+quickstart: $(STAMP)
 	$(BIN)/accelerate launch $(LAUNCH) drafttrain/train.py $(RECIPE) $(ARGS)
 	$(BIN)/drafttrain eval runs/$(basename $(notdir $(RECIPE))) --suite $(SUITE) $(SUITE_ARGS)
 
@@ -50,13 +53,17 @@ format: venv
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-venv: $(STAMP)
+venv: $(STAMP_DEV)
 
 $(STAMP): pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "drafttrain needs Python 3.11 or newer; set PYTHON="; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(KEEP_TORCH) $(VENV)
 	$(if $(GPU),,$(BIN)/python -c 'import torch' 2>/dev/null || $(BIN)/python -m pip install --no-compile '$(TORCH_CPU)')
 	$(BIN)/python -m pip install --no-compile -e '.[$(EXTRAS)]'
+	touch $@
+
+$(STAMP_DEV): $(STAMP)
+	$(BIN)/python -m pip install --no-compile -e '.[$(EXTRAS_DEV)]'
 	touch $@
 
 clean:

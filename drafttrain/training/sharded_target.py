@@ -17,6 +17,7 @@ from drafttrain.drafters.base import DraftBatch
 from drafttrain.features.layout import Rows
 from drafttrain.features.sources import FeatureSource
 from drafttrain.modeling.causal_lm import CausalLMOutput, find_body
+from drafttrain.modeling.course import Course
 from drafttrain.modeling.kv_cache import StaticKVCache
 from drafttrain.modeling.taps import Tap
 from drafttrain.targets.config import TargetConfig
@@ -44,11 +45,13 @@ class ShardedTarget(TargetModel):
         positions: torch.Tensor | None = None,
         cache: StaticKVCache | None = None,
         taps: Iterable[Tap] = (),
+        course: Course | None = None,
+        states: torch.Tensor | None = None,
     ) -> CausalLMOutput:
         """As any target's, by all ranks together."""
         if self._in_step:
             self._some_rank_runs(True)
-        return super().forward(ids, positions, cache, taps)
+        return super().forward(ids, positions, cache, taps, course, states)
 
     @torch.inference_mode()
     def join(self) -> None:
@@ -90,6 +93,10 @@ class TogetherFeatures:
         batch = self._source.batch(rows, device)
         self._target.join()
         return batch
+
+    def close(self) -> None:
+        """See `FeatureSource`."""
+        self._source.close()
 
 
 def load_sharded_target(config: TargetConfig) -> ShardedTarget:
