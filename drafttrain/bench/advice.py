@@ -1,17 +1,19 @@
 """Advice from an evaluation: what to propose at each batch size, when not to draft, and what fits into memory.
 
-A measured figure is preferred to the cost model's: a guess has to beat it by more than the model is usually off. What
+A measured figure is preferred to the cost model's: a guess is corrected by what the model misses of the same draft at
+the nearest batch size that was measured, and has to beat the measurement by more than the model is usually off. What
 lies outside the batch sizes and widths that were timed is called extrapolated, and nothing is said of another device.
 """
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from drafttrain.bench.bootstrap import Interval
-from drafttrain.bench.cost_model import CostModel, Prediction
+from drafttrain.bench.cost_model import CostModel, Prediction, typical_error
 from drafttrain.bench.metrics import Acceptance
 from drafttrain.bench.result import BASELINE, DraftResult, EvalResult
 from drafttrain.errors import DataError
@@ -21,6 +23,8 @@ Basis = Literal["measured", "interpolated", "extrapolated"]
 _FARTHER = 4
 # A draft whose rounds propose fewer than this share of K decides by itself: its rounds at another K are unknown.
 _ALWAYS = 0.8
+# Times that follow batch and width no better than this were disturbed.
+_DISTURBED = 0.1
 # They replay the answers of the baseline.
 _NO_DRAFTS = ("oracle", "synthetic")
 
@@ -101,7 +105,7 @@ class Advice:
         rivals: other drafts that were faster at a batch size.
         break_even: for each batch size at which drafting pays.
         acceptance: (K, tau, basis): of chains, holds on any hardware.
-        predictions, error: how well the cost model meets what was measured.
+        predictions, error: how well the cost model meets what was measured of the draft.
         fit: against a budget, where one is given.
         notes: what limits all this.
     """
@@ -165,10 +169,10 @@ def advise(result: EvalResult, *, budget: int | None = None, context: int | None
         chain_basis=[basis for _, basis in ranges],
         off_from=adviser.off_from(),
         rivals=list(_rivals(here, result.run, best)),
-        break_even=[_break_even(here, model, option, adviser) for option in best if option.pays],
+        break_even=[_break_even(here, option, adviser) for option in best if option.pays],
         acceptance=[adviser.chain_tau(k) for k in range(1, adviser.longest + 1)],
-        predictions=[p for p in model.predictions if p.draft in {entry.draft for entry in mine}],
-        error=model.error,
+        predictions=adviser.predictions,
+        error=adviser.error,
         fit=None if budget is None else _fit(here, mine, best, budget, context),
         notes=list(_notes(result, batches, adviser)),
     )
@@ -192,6 +196,9 @@ class _Adviser:
         proposed = sum(t.proposed for entry in self.chains for t in entry.timings)
         wanted = sum(t.rounds * t.rows * e.setting.k for e in self.chains for t in e.timings)
         # With one K, no round tells what another costs.
+        names = {entry.draft for entry in entries}
+        self.predictions = [p for p in model.predictions if p.draft in names]
+        self.error = typical_error(self.predictions)
         self.can_choose_k = len(self.lengths) > 1 and proposed >= _ALWAYS * wanted
 
     def best(self, batch: int, trees: bool = True) -> Option | None:
@@ -199,7 +206,7 @@ class _Adviser:
         options = [option for option in self.options(batch) if trees or option.k is not None]
         measured = max((o for o in options if o.basis == "measured"), key=_speed, default=None)
         guessed = max((o for o in options if o.basis != "measured"), key=_speed, default=None)
-        if measured and guessed and guessed.speedup > measured.speedup * (1 + self.model.error):
+        if measured and guessed and guessed.speedup > measured.speedup * (1 + self.error):
             return guessed
         return measured or guessed
 
@@ -219,16 +226,22 @@ class _Adviser:
             draft = self.chains[0].draft
             if (draft, k) not in known:
                 tau = self.chain_tau(k)[1]
-                speedup = self.model.speedup(draft, batch, k + 1, k, tau)
+                speedup = self._missed(draft, batch) * self.model.speedup(draft, batch, k + 1, k, tau)
                 yield Option(batch, draft, f"K={k}", k, speedup, None, tau, self._basis(draft, batch, k + 1))
         for draft in dict.fromkeys(entry.draft for entry in self.entries if entry.variant):
             tree = next(entry for entry in self.entries if entry.draft == draft)
             if (draft, tree.setting.k) not in known:
                 size = max(tree.timings, key=lambda t: t.rounds)
                 tau = _pooled([entry.acceptance for entry in self.entries if entry.draft == draft])
-                speedup = self.model.speedup(draft, batch, size.width, size.steps, tau)
+                speedup = self.model.speedup(draft, batch, size.width, size.steps, tau) * self._missed(draft, batch)
                 basis = self._basis(draft, batch, size.width)
                 yield Option(batch, draft, tree.proposes, None, speedup, None, tau, basis)
+
+    def _missed(self, draft: str, batch: int) -> float:
+        """Measured over predicted, in the median of the draft's settings nearest to a batch size."""
+        found = [(abs(p.setting.batch - batch), r) for p in self.predictions if p.draft == draft and (r := p.ratio)]
+        nearest = min((distance for distance, _ in found), default=0)
+        return statistics.median([ratio for distance, ratio in found if distance == nearest] or [1.0])
 
     def _basis(self, draft: str, batch: int, width: int) -> Basis:
         return "interpolated" if self.model.costs[draft].covers(batch, width) else "extrapolated"
@@ -294,14 +307,15 @@ def _rivals(entries: Sequence[DraftResult], run: str, best: Sequence[Option]) ->
             yield fastest
 
 
-def _break_even(entries: Sequence[DraftResult], model: CostModel, option: Option, adviser: _Adviser) -> BreakEven:
+def _break_even(entries: Sequence[DraftResult], option: Option, adviser: _Adviser) -> BreakEven:
     """After n output tokens drafting has cost its prefill and saved (n - 1) times its gain a token."""
     at_batch = [entry for entry in entries if entry.setting.batch == option.batch]
     same = [entry for entry in at_batch if entry.draft == option.draft]
     drafted = min(same or adviser.chains, key=lambda entry: abs(entry.setting.k - (option.k or entry.setting.k)))
     plain = next(e for e in entries if e.draft == BASELINE and e.setting == drafted.setting)
     extra = max(drafted.prefill_s / drafted.prefills - plain.prefill_s / plain.prefills, 0.0)
-    a_token = model.plain_s(option.batch) / option.batch
+    assert plain.split is not None
+    a_token = plain.split.total_s / plain.acceptance.emitted
     tokens = 1 + extra / (a_token - a_token / option.speedup)
     return BreakEven(option.batch, option.variant, tokens, extra, drafted.prompt_tokens / drafted.prefills)
 
@@ -339,6 +353,11 @@ def _notes(result: EvalResult, batches: Sequence[int], adviser: _Adviser) -> Ite
         yield (
             "The times are those of a CPU. They say nothing about a GPU: there, acceptance carries over and the "
             "speed-up has to be measured."
+        )
+    if adviser.error > _DISTURBED:
+        yield (
+            f"Times follow batch and width badly (off by {adviser.error:.0%} in the median): the machine was busy, or "
+            "too few prompts were run. Take this advice as a rough one and measure again."
         )
     yield "Times are those of the bundled engine; a server with other overheads has other optima."
     if len(batches) == 1:

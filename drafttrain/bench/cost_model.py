@@ -7,14 +7,17 @@
     speed-up(rows, draft)      = tau plain(rows) / (draft + verify + host)
 
 No coefficient is negative. Each draft has coefficients of its own: what it reads of the target and how it is verified
-differ. The model holds for the machine, target and engine that were timed and for nothing else.
+differ. A machine may be slower while one setting is measured than during the next; the baseline of each setting was run
+in turns with its drafts, so their times are taken relative to it. The model holds for the machine, target and engine
+that were timed and for nothing else.
 """
 
 from __future__ import annotations
 
+import math
 import statistics
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import combinations
 
 import numpy as np
@@ -24,6 +27,8 @@ from drafttrain.bench.result import BASELINE, DraftResult, EvalResult, Setting
 from drafttrain.bench.rounds import RoundTime
 
 Coefficients = tuple[float, ...]
+# Weight of differences between settings against those within: enough to decide where nothing else does.
+_ALIKE = 0.01
 
 
 @dataclass(frozen=True)
@@ -107,19 +112,21 @@ class CostModel:
     def fit(result: EvalResult, temperature: float) -> CostModel | None:
         """From all settings of a temperature; None where the baseline or every draft lacks rounds."""
         entries = [entry for entry in result.drafts if entry.setting.temperature == temperature and entry.timings]
+        plain = [entry for entry in entries if entry.draft == BASELINE]
+        if not plain or len(plain) == len(entries):
+            return None
+        pace = paces({entry.setting: entry.timings for entry in plain})
+        entries = [entry for entry in entries if entry.setting in pace]
         costs = {
-            name: RoundCost.fit([t for entry in entries if entry.draft == name for t in entry.timings])
+            name: RoundCost.fit([_at(pace[e.setting], t) for e in entries if e.draft == name for t in e.timings])
             for name in dict.fromkeys(entry.draft for entry in entries)
         }
-        if BASELINE not in costs or len(costs) < 2:
-            return None
         return CostModel(temperature, costs, list(_predictions(entries, costs)))
 
     @property
     def error(self) -> float:
-        """Median over the settings of how far predictions are off, as a share."""
-        ratios = [p.ratio for p in self.predictions if p.ratio is not None]
-        return statistics.median(abs(1 - ratio) for ratio in ratios) if ratios else 0.0
+        """Of all predictions, see `typical_error`."""
+        return typical_error(self.predictions)
 
     def plain_s(self, rows: float) -> float:
         """Seconds of a round without a draft."""
@@ -128,6 +135,12 @@ class CostModel:
     def speedup(self, draft: str, rows: int, width: int, steps: int, tau: float) -> float:
         """Of decoding, in rounds of one size that emit `tau` tokens a row."""
         return tau * self.plain_s(rows) / self.costs[draft].seconds(rows, width, steps)
+
+
+def typical_error(predictions: Sequence[Prediction]) -> float:
+    """Median over settings of how far predictions are off, as a share; 0 where nothing was measured."""
+    ratios = [p.ratio for p in predictions if p.ratio is not None]
+    return statistics.median(abs(1 - ratio) for ratio in ratios) if ratios else 0.0
 
 
 def cost_models(result: EvalResult) -> list[CostModel]:
@@ -169,6 +182,35 @@ def fit(features: Sequence[Sequence[float]], seconds: Sequence[float], weights: 
     return tuple(best.tolist())
 
 
+def paces(plain: Mapping[Setting, Sequence[RoundTime]]) -> dict[Setting, float]:
+    """How much slower than on the whole the machine was in each setting, by its rounds without a draft.
+
+    That more rows take longer is told from a slower machine within settings: log t = log(1 + slope rows) + log pace,
+    and the slope is what leaves least of log t unexplained. Where no setting has rounds of different size, paces are
+    taken to be as alike as they can be.
+    """
+    found: list[tuple[float, dict[Setting, float]]] = []
+    for slope in (0.0, *np.geomspace(1e-3, 10, 81).tolist()):
+        within, means, weights = 0.0, {}, {}
+        for setting, timings in plain.items():
+            counts = np.array([t.rounds for t in timings], dtype=np.float64)
+            logs = np.array([math.log(_total(t) / (1 + slope * t.rows)) for t in timings])
+            means[setting], weights[setting] = float(np.average(logs, weights=counts)), float(counts.sum())
+            within += float((counts * (logs - means[setting]) ** 2).sum())
+        overall = sum(means[s] * weights[s] for s in means) / sum(weights.values())
+        between = sum(weights[s] * (means[s] - overall) ** 2 for s in means)
+        found.append((within + _ALIKE * between, {s: math.exp(means[s] - overall) for s in means}))
+    return min(found, key=lambda tried: tried[0])[1]
+
+
+def _total(timing: RoundTime) -> float:
+    return timing.draft_s + timing.verify_s + timing.host_s
+
+
+def _at(pace: float, timing: RoundTime) -> RoundTime:
+    return replace(timing, draft_s=timing.draft_s / pace, verify_s=timing.verify_s / pace, host_s=timing.host_s / pace)
+
+
 def _solve(matrix: NDArray[np.float64], wanted: NDArray[np.float64]) -> NDArray[np.float64] | None:
     """None where the features depend on each other or a coefficient is negative."""
     solved, _, rank, _ = np.linalg.lstsq(matrix, wanted, rcond=1e-9)
@@ -193,7 +235,7 @@ def _predictions(entries: Sequence[DraftResult], costs: dict[str, RoundCost]) ->
     """Each setting's own mix of round sizes, at the model's prices."""
     plain = {entry.setting: entry for entry in entries if entry.draft == BASELINE}
     for entry in entries:
-        if entry.draft == BASELINE or entry.setting not in plain or entry.split is None:
+        if entry.draft == BASELINE or entry.split is None:
             continue
         mine, theirs = (
             sum(t.rounds * costs[e.draft].seconds(t.rows, t.width, t.steps) for t in e.timings) / e.acceptance.emitted

@@ -66,7 +66,7 @@ def _option(option: Option) -> str:
         return f"do not draft; the best is {option.variant}, {_figures(option)}"
     doubt = ""
     if option.interval is not None and option.interval[0] <= 1:
-        doubt = "; no gain is within the interval"
+        doubt = "; the interval does not exclude a loss"
     return f"{option.variant}, {_figures(option)}{doubt}"
 
 

@@ -108,6 +108,20 @@ def test_a_cpus_times_are_said_to_be_a_cpus(wide_evaluation: EvalResult) -> None
     assert not any("CPU" in note for note in on_gpu.notes)
 
 
+def test_a_guess_is_corrected_by_what_the_model_misses(wide_evaluation: EvalResult) -> None:
+    """Every drafted round took twice what its median says: no K that was not measured looks better for that."""
+    entries = []
+    for entry in wide_evaluation.drafts:
+        if entry.draft == EAGLE and entry.speed is not None and entry.speed.speedup is not None:
+            entry = replace(entry, speed=replace(entry.speed, speedup=entry.speed.speedup / 2, speedup_ci=None))
+        entries.append(entry)
+    halved = replace(wide_evaluation, drafts=[e for e in entries if not e.variant])
+    advice = advise(halved)
+    assert [(option.batch, option.pays) for option in advice.best] == [(1, False), (8, False)]
+    assert any("measure again" in note for note in advice.notes)
+    assert not any("measure again" in note for note in advise(wide_evaluation).notes)
+
+
 def test_short_outputs_pay_once_the_drafts_prefill_is_earned(wide_evaluation: EvalResult) -> None:
     """The prefill of 40 prompts costs 0.2 s more with the draft: 5 ms each."""
     (one, eight) = advise(wide_evaluation).break_even

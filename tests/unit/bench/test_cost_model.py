@@ -1,12 +1,13 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from itertools import product
 
 import pytest
 
-from drafttrain.bench.cost_model import CostModel, RoundCost, cost_models, fit
-from drafttrain.bench.result import EvalResult
+from drafttrain.bench.cost_model import CostModel, RoundCost, cost_models, fit, paces
+from drafttrain.bench.result import EvalResult, Setting
 from drafttrain.bench.rounds import RoundTime
 
 
@@ -64,9 +65,21 @@ def test_predictions_of_measured_settings_meet_the_measurement(wide_evaluation: 
     assert all(0 < p.host_share < 0.05 for p in measured)
 
 
-def test_a_result_without_drafts_or_rounds_has_no_model(evaluation: EvalResult) -> None:
-    from dataclasses import replace
+def test_a_machine_that_slowed_down_is_told_from_a_batch_that_is_larger() -> None:
+    """Rounds of 30 ms + 5 ms a row; batch 8, with the smaller rounds of its end, ran on a machine ten times slower."""
 
+    def plain(rows: int, pace: float) -> RoundTime:
+        return RoundTime(rows, 1, 0, 9, 0, 0.0, pace * (0.03 + 0.005 * rows), 0.0)
+
+    one, eight = Setting(4, 0.0, 1), Setting(4, 0.0, 8)
+    found = paces({one: [plain(1, 1.0)], eight: [plain(rows, 10.0) for rows in range(1, 9)]})
+    assert found[eight] / found[one] == pytest.approx(10.0, rel=0.02)
+    # Where each setting has one size, the larger batch is taken to be what is slow.
+    found = paces({one: [plain(1, 1.0)], eight: [plain(8, 1.0)]})
+    assert found[eight] / found[one] == pytest.approx(1.0, rel=0.05)
+
+
+def test_a_result_without_drafts_or_rounds_has_no_model(evaluation: EvalResult) -> None:
     alone = replace(evaluation, drafts=[e for e in evaluation.drafts if e.draft == "none"])
     assert cost_models(alone) == []
     still = replace(evaluation, drafts=[replace(e, timings=[]) for e in evaluation.drafts])
