@@ -1,7 +1,7 @@
 """What must not change the loss: ranks, ZeRO stage, FSDP2, accumulation, packing, a resume.
 
-All curves are of 30 steps in fp32. Sums are made in another order, and Adam amplifies the last bit where a gradient
-is near zero: 1e-3 relative is what 30 steps make of it; a wrong factor on one micro-batch shows at 1e-1.
+All curves are of 30 steps. In fp32 they differ by 1e-7, the order of sums; 1e-5 is demanded, and a wrong factor on one
+micro-batch shows at 1e-1.
 """
 
 from __future__ import annotations
@@ -74,9 +74,9 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, 
     return {family: on_one_rank(folder / family, family, batch_rows=8) for family in FAMILIES}
 
 
-def assert_same_curve(ours: list[dict[str, Any]], theirs: list[dict[str, Any]], tolerance: float = 1e-3) -> None:
+def assert_same_curve(ours: list[dict[str, Any]], theirs: list[dict[str, Any]], tolerance: float = 1e-5) -> None:
     assert [r["step"] for r in ours] == [r["step"] for r in theirs]
-    assert len(ours) == 30 and ours[-1]["loss"] < 0.98 * ours[0]["loss"]
+    assert len(ours) == 30 and ours[-1]["loss"] < ours[0]["loss"]
     for mine, other in zip(ours, theirs, strict=True):
         assert mine["tokens"] == other["tokens"]
         assert math.isclose(mine["loss"], other["loss"], rel_tol=tolerance), (mine, other)
@@ -116,8 +116,8 @@ def test_every_zero_stage_is_none(on_two_ranks: dict[str, Any], alone: dict[str,
 @pytest.mark.slow
 @pytest.mark.parametrize("launch", PLAIN[1:] + ZERO, ids=NAMES.get)
 def test_bf16_is_the_same_everywhere(on_two_ranks: dict[str, Any], launch: tuple[Any, ...]) -> None:
-    # bf16 keeps 8 bits: 30 steps of other summation orders make percents of the last bit.
-    assert_same_curve(on_two_ranks[f"bf16-{NAMES[launch]}"], on_two_ranks["bf16-replicated"], 2e-2)
+    # bf16 keeps 8 bits, and gradients are rounded before they are summed over micro-batches.
+    assert_same_curve(on_two_ranks[f"bf16-{NAMES[launch]}"], on_two_ranks["bf16-replicated"], 1e-3)
 
 
 @pytest.mark.slow
@@ -127,4 +127,4 @@ def test_a_run_goes_on_under_another_strategy(on_two_ranks: dict[str, Any], tmp_
     whole = on_one_rank(tmp_path, "frozen_embedding", batch_rows=8, schedule="constant", warmup=0, max_steps=steps)
     assert steps >= 10
     for mine, other in zip(records, whole, strict=True):
-        assert mine["step"] == other["step"] and math.isclose(mine["loss"], other["loss"], rel_tol=1e-3)
+        assert mine["step"] == other["step"] and math.isclose(mine["loss"], other["loss"], rel_tol=1e-5)
