@@ -12,9 +12,10 @@ fp8 takes more than 0.52 of the bytes of bf16.
 
 That fp8 moves tau by less than 0.03 is measured by training twice on the same answers (hours on two cores):
 
-    ANSWERS=data.path=runs/with-bf16/data/answers.jsonl
     drafttrain train RECIPE name=with-bf16 features.source=offline features.dtype=bf16
-    drafttrain train RECIPE name=with-fp8 features.source=offline features.dtype=fp8 $ANSWERS
+    drafttrain features convert runs/with-bf16/features runs/fp8 --dtype fp8
+    SAME="data.prompts=[] data.path=runs/with-bf16/data/answers.jsonl"
+    drafttrain train RECIPE name=with-fp8 features.source=offline features.dtype=fp8 features.path=runs/fp8 $SAME
     drafttrain eval runs/with-bf16 --suite eval/suites/core.yaml
     drafttrain eval runs/with-fp8 --suite eval/suites/core.yaml
 """
