@@ -7,7 +7,7 @@ The target runs once over documents made of the prompts that ship, into a bf16 s
 epoch of each is read into training batches, first from disk (the kernel's copy of the files is dropped) and then from
 memory, in the order and rows of the recipe, and the draft is trained on some of the same batches: forward, backward
 and optimiser step.
-Exits with 1 if reading fp8 from disk gives less than 5 times the tokens that training takes in the same time, or if
+Exits with 1 if reading either from disk gives less than 5 times the tokens that training takes in the same time, or if
 fp8 takes more than 0.52 of the bytes of bf16.
 
 That fp8 moves tau by less than 0.03 is measured by training twice on the same answers (hours on two cores):
