@@ -1,19 +1,21 @@
 """How much faster a feature store is read than training consumes it, and what fp8 takes beside bf16.
 
     python eval/store_speed.py                       # the target and draft of recipes/smollm2/eagle3.yaml
-    python eval/store_speed.py recipes/smollm2/eagle3.yaml training.shuffle_block=8 --documents 64 --workers 2
+    python eval/store_speed.py RECIPE training.shuffle_block=8 --documents 64 --workers 2
 
-The target runs once over random documents into a bf16 store, which is copied to fp8. Then an epoch of each is read
-into training batches, first from disk (the kernel's copy of the files is dropped) and then from memory, in the order
-and rows of the recipe, and the draft is trained on some of the same batches: forward, backward and optimiser step.
-Exits with 1 if reading fp8 from disk gives less than 5 times the tokens that training takes in the same time, or if
+The target runs once over documents made of the prompts that ship, into a bf16 store, which is copied to fp8. Then an
+epoch of each is read into training batches, first from disk (the kernel's copy of the files is dropped) and then from
+memory, in the order and rows of the recipe, and the draft is trained on some of the same batches: forward, backward
+and optimiser step.
+Exits with 1 if reading either from disk gives less than 5 times the tokens that training takes in the same time, or if
 fp8 takes more than 0.52 of the bytes of bf16.
 
 That fp8 moves tau by less than 0.03 is measured by training twice on the same answers (hours on two cores):
 
-    ANSWERS=data.path=runs/with-bf16/data/answers.jsonl
     drafttrain train RECIPE name=with-bf16 features.source=offline features.dtype=bf16
-    drafttrain train RECIPE name=with-fp8 features.source=offline features.dtype=fp8 $ANSWERS
+    drafttrain features convert runs/with-bf16/features runs/fp8 --dtype fp8
+    SAME="data.prompts=[] data.path=runs/with-bf16/data/answers.jsonl"
+    drafttrain train RECIPE name=with-fp8 features.source=offline features.dtype=fp8 features.path=runs/fp8 $SAME
     drafttrain eval runs/with-bf16 --suite eval/suites/core.yaml
     drafttrain eval runs/with-fp8 --suite eval/suites/core.yaml
 """
@@ -26,10 +28,13 @@ import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
+from drafttrain.corpus.config import PromptSource
+from drafttrain.corpus.readers import read_prompts
 from drafttrain.corpus.types import Sample
 from drafttrain.drafters.build import build_drafter, init_from_target
 from drafttrain.features.building import build_store, convert_store, difference, open_store
@@ -59,15 +64,23 @@ class Reading:
     bytes_per_token: float
 
 
-def documents(count: int, tokens: int, vocabulary: int) -> list[Sample]:
-    """Random tokens, `tokens` a document on average; the second half of each is supervised."""
+def documents(count: int, tokens: int, tokenizer: Any) -> list[Sample]:
+    """The prompts that ship, one after the other, cut into `tokens` a document on average; the second half of each
+    is supervised."""
     rng = np.random.default_rng(0)
-    made = []
-    for index in range(count):
-        length = int(rng.integers(tokens // 2, tokens * 3 // 2))
-        ids = rng.integers(0, vocabulary, length).astype(np.int32)
-        made.append(Sample(f"d{index}", ids, [(length // 2, length - 1)]))
-    return made
+    made: list[Sample] = []
+    ids: list[int] = []
+    wanted = 0
+    for prompt in read_prompts(PromptSource(source="data/prompts/train.jsonl")).items:
+        if not wanted:
+            wanted = int(rng.integers(tokens // 2, tokens * 3 // 2))
+        ids += tokenizer(prompt.messages[-1]["content"] + "\n")["input_ids"]
+        if len(ids) >= wanted:
+            made.append(Sample(f"d{len(made)}", np.array(ids[:wanted], np.int32), [(wanted // 2, wanted - 1)]))
+            ids, wanted = [], 0
+            if len(made) == count:
+                return made
+    raise SystemExit(f"the prompts that ship make {len(made)} documents only")
 
 
 def micro_batches(recipe: Recipe, samples: list[Sample]) -> list[list[Row]]:
@@ -161,7 +174,7 @@ def main() -> int:
     recipe = load_recipe(args.recipe, args.overrides)
     target = load_target(recipe.target)
     target.prepare_for_inference()
-    samples = documents(args.documents, args.tokens, target.identity.tokenizer_size)
+    samples = documents(args.documents, args.tokens, target.tokenizer)
     batches = micro_batches(recipe, samples)
     drafter = build_drafter(recipe.drafter, target.config, device="meta")
     identity = StoreIdentity(
