@@ -95,6 +95,8 @@ def _with_deepspeed(stage: int, clip_norm: float | None, on_cpu: bool) -> Accele
         "zero_optimization": {"stage": stage},
         "zero_allow_untested_optimizer": True,
     }
+    # What the launch config said was read and held against the recipe; accelerate would refuse it beside a config.
+    os.environ.pop("ACCELERATE_CONFIG_DS_FIELDS", None)
     plugin = DeepSpeedPlugin(hf_ds_config=config, gradient_accumulation_steps=1, zero3_init_flag=False)
     # No `cpu=True`: it would turn ZeRO into plain DDP without a word.
     group = InitProcessGroupKwargs(backend="gloo" if on_cpu else "nccl", timeout=_PATIENCE)
