@@ -102,6 +102,8 @@ class RankCounter(Engine):
 
     def count(self, shape: TreeShape) -> None:
         """Begin to count, in trees of this shape."""
+        # Rounds that stay on the device show no verdicts.
+        self._rounds = None
         self._ranks = torch.tensor([0, *shape.ranks])
         self.hits = torch.zeros(shape.depth, shape.fanout, dtype=torch.float64)
         self.visits = torch.zeros(shape.depth, dtype=torch.float64)
