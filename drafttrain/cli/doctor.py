@@ -164,7 +164,7 @@ def _trial(console: Console, trial: Trial) -> None:
     from rich.text import Text
 
     table = Table("reading", "tokens a round", "accepted at each depth", title="the trial")
-    rows = [("as it lies there", trial.counters, trial.why, False)]
+    rows = [("as it lies there, in the bundled engine", trial.counters, trial.why, False)]
     rows += [(one.what, one.counters, one.why, one.better) for one in trial.tried]
     for what, counters, why, better in rows:
         cells = (f"{counters.mean_length:.2f}", _shares(counters)) if counters is not None else ("-", why)

@@ -19,6 +19,7 @@ from drafttrain.modeling.causal_lm import CausalLM
 
 FLOOR = 0.05
 """Share of rounds with an accepted first token below which a draft accepts nothing: chance alone reaches it."""
+AS_IT_IS = "as it lies there"
 _CLAIM = 0.8
 _STEPS = 3
 RULES = ("accepts-nothing", "below-claim", "reading", "not-served")
@@ -40,7 +41,8 @@ class Trial:
 
     Attributes:
         setting: prompts, k, tokens: what is needed to repeat it.
-        counters: of the folder as it lies there, in the bundled engine; None where an engine would not run it.
+        counters: of the folder as it lies there, in the bundled engine; None where an engine would not run it. In
+            16-bit floats they may differ a little from those on paper, which readings are compared by.
         why: it would not.
         claim: what the draft claims, of `drafttrain.json`, cut to `k` depths; None without.
         tried: every reading, in order; those of later steps on top of what was adopted before.
@@ -113,6 +115,7 @@ def run_trial(
         trial.why = raised.what
     else:
         now = answers.accepted(drafter)
+        trial.tried.append(Tried(AS_IT_IS, now.counters))
         depth = min(k, drafter.max_depth) if drafter.family == "medusa" else k
         served = run_bundled(
             target, drafter, prompts, k=depth, max_new_tokens=max_new_tokens, rows=8, stop_ids=stop_ids
