@@ -11,7 +11,7 @@ from torch import Tensor
 from drafttrain.ops.backend import next_power_of_2
 from drafttrain.ops.tree_walk.types import Family, Walk
 
-BLOCK = 1024
+BLOCK = 2048
 
 
 @triton.jit
