@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 import torch
 
 from drafttrain.ops.backend import have_triton
-
-if not torch.cuda.is_available():
-    # Read when a kernel's module is imported, which dispatch does at the first call.
-    os.environ["TRITON_INTERPRET"] = "1"
 
 
 @pytest.fixture(autouse=True)
