@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -142,24 +139,19 @@ def test_a_dry_run_sends_nothing_and_says_all(
     assert "there is no token" in capsys.readouterr().err
 
 
-def online(hub: fake_hub.Hub, *arguments: str, token: str | None = "hf_test") -> subprocess.CompletedProcess[str]:
-    """The command in a process of its own: the client reads its settings when it is imported."""
-    env = {key: value for key, value in os.environ.items() if not key.startswith("HF_")}
-    env |= {"HF_ENDPOINT": hub.address, "HF_HUB_DISABLE_TELEMETRY": "1", "NO_PROXY": "127.0.0.1"}
-    if token is not None:
-        env["HF_TOKEN"] = token
-    command = [sys.executable, "-m", "drafttrain", *arguments]
-    return subprocess.run(command, env=env, capture_output=True, text=True, check=False)
-
-
-def test_there_and_back(export: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_there_and_back(
+    export: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What arrives is what the dry run said, byte by byte; what is pulled is the draft."""
     main(["push", str(export), REPO, "--dry-run"])
     said = dict(re.findall(r"^  (\S+)  .*sha256 (\w+)", capsys.readouterr().out, re.M))
     with fake_hub.running() as hub:
-        sent = online(hub, "push", str(export), REPO, "--private")
-        assert sent.returncode == 0, sent.stderr
-        assert "hf_test" not in sent.stdout + sent.stderr
+        # Tests are offline, which the client reads when it is imported.
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+        monkeypatch.setenv("HF_ENDPOINT", hub.address)
+        monkeypatch.setenv("HF_TOKEN", "hf_test")
+        assert main(["push", str(export), REPO, "--private"]) == 0
+        assert "hf_test" not in "".join(capsys.readouterr())
         held = hub.files[REPO]
         assert {name: hashlib.sha256(data).hexdigest() for name, data in held.items()} == said
         made = hub.made[0]  # releases of the client say it in two ways
@@ -167,14 +159,13 @@ def test_there_and_back(export: Path, tmp_path: Path, capsys: pytest.CaptureFixt
         hub.files["someone/other"] = {"config.json": b"{}"}
         held["model.py"] = b"raise SystemExit"
         hub.tokens.clear()
-        got = online(hub, "pull", REPO, "--out", str(tmp_path / "pulled"), token=None)
-        assert got.returncode == 0, got.stderr
-        assert hub.tokens == {None}
-        assert "eagle3 for some/target" in got.stdout
-        other = online(hub, "pull", "someone/other", "--out", str(tmp_path / "other"))
-        assert other.returncode == 2 and "drafttrain import" in other.stderr
-        missing = online(hub, "pull", "someone/nothing", "--out", str(tmp_path / "nothing"))
-        assert missing.returncode == 2 and "no such repository" in missing.stderr
+        monkeypatch.delenv("HF_TOKEN")
+        assert main(["pull", REPO, "--out", str(tmp_path / "pulled")]) == 0
+        assert hub.tokens == {None} and "eagle3 for some/target" in capsys.readouterr().out
+        with pytest.raises(UserError, match="drafttrain import"):
+            pull("someone/other", tmp_path / "other")
+        with pytest.raises(UserError, match="no such repository"):
+            pull("someone/nothing", tmp_path / "nothing")
     assert sorted(path.name for path in (tmp_path / "pulled").iterdir()) == sorted(said)
     ours, theirs = (load_file(folder / "model.safetensors") for folder in (export, tmp_path / "pulled"))
     assert set(ours) == set(theirs) and all(bool((ours[name] == theirs[name]).all()) for name in ours)
