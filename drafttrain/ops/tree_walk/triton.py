@@ -43,9 +43,8 @@ def _match(
 @triton.jit
 def _left(P, WORK, v, V, moved):
     """What is left of p at ids v: the target's distribution, or the residual after a refusal."""
-    there = v < V
-    whole = tl.load(P + v, mask=there & (moved == 0), other=0.0)
-    return whole + tl.load(WORK + v, mask=there & (moved == 1), other=0.0)
+    whole = tl.load(P + v, mask=v < tl.where(moved == 0, V, 0), other=0.0)
+    return whole + tl.load(WORK + v, mask=v < tl.where(moved == 1, V, 0), other=0.0)
 
 
 @triton.jit
