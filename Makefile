@@ -35,7 +35,7 @@ LAUNCH := $(if $(GPU),$(ON_GPU),$(ON_CPU))
 
 quickstart: $(STAMP)
 	$(BIN)/accelerate launch $(LAUNCH) drafttrain/train.py $(RECIPE) $(ARGS)
-	$(BIN)/drafttrain eval runs/$(basename $(notdir $(RECIPE))) --suite $(SUITE) $(SUITE_ARGS)
+	$(BIN)/drafttrain eval runs/$(shell sed -n 's/^name: *//p' $(RECIPE)) --suite $(SUITE) $(SUITE_ARGS)
 
 test: venv
 	$(BIN)/python -m pytest -m "not serving" $(ARGS)

@@ -28,7 +28,7 @@ def register(subparsers: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "words",
+        "overrides",
         nargs="*",
         metavar="RUN | key=value",
         help="a run's folder; overrides of the suite or of target.*",
@@ -58,7 +58,7 @@ def run(arguments: argparse.Namespace) -> int:
     console = Console()
     # argparse gives words behind an option to that option: all are sorted here, wherever they stood.
     suite, *behind = arguments.suite or [None]
-    words = [*arguments.words, *behind]
+    words = [*arguments.overrides, *behind]
     runs, overrides = [w for w in words if "=" not in w], [w for w in words if "=" in w]
     if arguments.leaderboard and not words and suite is None:
         return _leaderboard(arguments, console)
@@ -87,10 +87,16 @@ def _evaluate(arguments: argparse.Namespace, run: str, suite_file: str, override
     from drafttrain.bench.leaderboard import default_folder
     from drafttrain.bench.report.terminal import result_table
     from drafttrain.bench.suite import load_suite
+    from drafttrain.drafters.saving import find_draft
     from drafttrain.files import exclusive
+    from drafttrain.recipe.load import load_recipe
 
     of_suite, of_target = split_overrides(overrides)
     suite = load_suite(suite_file, of_suite)
+    # A mistyped run must be refused before a folder of its name is made.
+    load_recipe(run, of_target)
+    if suite.uses_run:
+        find_draft(run)
     folder = arguments.out or _default_out(Path(run), suite.name)
     _make(folder)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())

@@ -115,6 +115,20 @@ def build_corpus(
     return loaded
 
 
+def require_rest(count: int, held_out: int) -> None:
+    """Refuse to hold out all of `count` conversations.
+
+    Raises:
+        DataError: nothing would be left to train on.
+    """
+    if held_out >= count:
+        raise DataError(
+            f"{held_out} of {count} conversations are to be held out: none is left to train on",
+            where="data.held_out",
+            remedy="lower held_out or give more prompts",
+        )
+
+
 def split_held_out(
     conversations: Sequence[Conversation], held_out: int, *, seed: int = 0
 ) -> tuple[list[Conversation], list[Conversation]]:
@@ -123,12 +137,7 @@ def split_held_out(
     Raises:
         DataError: nothing would be left to train on.
     """
-    if held_out >= len(conversations):
-        raise DataError(
-            f"{held_out} of {len(conversations)} conversations are to be held out: none is left to train on",
-            where="data.held_out",
-            remedy="lower held_out or give more prompts",
-        )
+    require_rest(len(conversations), held_out)
     names = sorted(conversation.id for conversation in conversations)
     chosen = set(random.Random(seed).sample(names, held_out))
     training = [conversation for conversation in conversations if conversation.id not in chosen]

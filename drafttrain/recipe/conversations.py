@@ -22,6 +22,7 @@ from drafttrain.corpus.answers import (
 )
 from drafttrain.corpus.chat import ChatRenderer
 from drafttrain.corpus.config import PromptSource
+from drafttrain.corpus.dataset import require_rest
 from drafttrain.corpus.openai_server import ServerAnswers
 from drafttrain.corpus.readers import (
     ReadResult,
@@ -171,6 +172,8 @@ def prepare_conversations(
         DataError: nothing usable; see `prepare_prompts` and `regenerate`.
     """
     if recipe.data.path is None and recipe.data.answers.source != "given":
+        # Before hours of answers, not behind them.
+        require_rest(len(prepare_prompts(recipe, chat, target, progress)), recipe.data.held_out)
         report = answer_prompts(recipe, chat, target, progress)
         if report.rejects and not report.resumed + report.written:
             raise DataError(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib import import_module
+from importlib.util import find_spec
 
 from drafttrain.errors import UserError
 
@@ -11,7 +13,6 @@ from drafttrain.errors import UserError
 @contextmanager
 def explained(repo: str) -> Iterator[None]:
     """Turn what the hub's client raises into a `UserError`."""
-    import httpx
     from huggingface_hub.errors import (
         EntryNotFoundError,
         GatedRepoError,
@@ -21,6 +22,7 @@ def explained(repo: str) -> Iterator[None]:
         RevisionNotFoundError,
     )
 
+    unreachable: tuple[type[BaseException], ...] = (OfflineModeIsEnabled, *_transport_errors())
     try:
         yield
     except GatedRepoError:
@@ -33,7 +35,7 @@ def explained(repo: str) -> Iterator[None]:
         ) from None
     except RevisionNotFoundError:
         raise UserError("has no such revision", where=repo, remedy="check --revision") from None
-    except (OfflineModeIsEnabled, httpx.TransportError) as error:
+    except unreachable as error:
         raise UserError(
             f"the hub cannot be reached: {_first(error)}",
             where=repo,
@@ -41,6 +43,11 @@ def explained(repo: str) -> Iterator[None]:
         ) from None
     except (HfHubHTTPError, EntryNotFoundError) as error:
         raise UserError(f"the hub refuses: {_first(error)}", where=repo, remedy="check what the token may do") from None
+
+
+def _transport_errors() -> tuple[type[BaseException], ...]:
+    """Of the HTTP library that the hub's client is built on: another one since its version 2."""
+    return tuple(import_module(name).TransportError for name in ("httpx", "httpx2") if find_spec(name) is not None)
 
 
 def _first(error: BaseException) -> str:
