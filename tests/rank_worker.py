@@ -25,7 +25,7 @@ from drafttrain.recipe.training_config import TrainingConfig
 from drafttrain.training.distributed import make_accelerator
 from drafttrain.training.launch import Launch
 from drafttrain.training.trainer import Trainer, TrainParts
-from tests.tiny_training import samples, tiny_target
+from tests.tiny_training import Spoiled, samples, tiny_target
 
 FAMILIES = {
     "eagle3": Eagle3Config(taps=(0, 2, 3), draft_vocab_size=40, depth=3),
@@ -90,9 +90,16 @@ def make_trainer(folder: Path, launch: Launch, family: str, documents: int = 12,
 
 
 def run_job(folder: Path, job: dict[str, Any]) -> list[dict[str, Any]]:
-    """Train from the start, or from the newest checkpoint in the job's folder; the records of the main rank."""
+    """Train from the start, or from the newest checkpoint in the job's folder; the records of the main rank.
+
+    Args:
+        job: `spoil` gives names of samples and a factor for their features.
+    """
     launch = Launch(*job.pop("launch"))
+    spoil = job.pop("spoil", None)
     trainer = make_trainer(folder / job.pop("folder"), launch, job.pop("family"), **job)
+    if spoil:
+        trainer.source = Spoiled(trainer.source, *spoil)  # type: ignore[assignment]
     trainer.restore("auto")
     recorder = Recorder()
     trainer.fit([recorder])

@@ -9,6 +9,28 @@ from pydantic import Field, model_validator
 from drafttrain.config import Config
 
 
+class GuardConfig(Config):
+    """What becomes of a step that would do harm. A dropped step changes nothing, and its data is not seen again.
+
+    Attributes:
+        non_finite: loss or gradient is NaN or infinite: "stop" the run, "skip" the step, or "rollback": skip it, and
+            go on with the weights and moments of the newest whole checkpoint.
+        spike: the same for a loss above `spike_factor` times the median of the last `window` steps.
+        limit: steps skipped in a row, or rollbacks to one checkpoint, before the run stops after all.
+    """
+
+    non_finite: Literal["stop", "skip", "rollback"] = "stop"
+    spike: Literal["off", "stop", "skip", "rollback"] = "off"
+    spike_factor: float = Field(4.0, gt=1)
+    window: int = Field(50, ge=2)
+    limit: int = Field(3, ge=1)
+
+    @property
+    def rolls_back(self) -> bool:
+        """Whether checkpoints are needed."""
+        return "rollback" in (self.non_finite, self.spike)
+
+
 class TrainingConfig(Config):
     """The optimisation of one run.
 
@@ -40,6 +62,7 @@ class TrainingConfig(Config):
         num_threads: CPU threads of torch, None for its own choice.
         patience_s: seconds without progress after which a run of several ranks is ended with the name of the rank
             that hangs; a measurement or a checkpoint must not take longer. None waits for ever.
+        guard: what becomes of steps with a NaN, or with a loss far above the last ones.
     """
 
     epochs: float | None = Field(None, gt=0)
@@ -65,6 +88,7 @@ class TrainingConfig(Config):
     packing: bool = True
     num_threads: int | None = Field(None, ge=1)
     patience_s: float | None = Field(3600.0, gt=0)
+    guard: GuardConfig = GuardConfig()
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -82,6 +106,8 @@ class TrainingConfig(Config):
         if self.schedule == "wsd" and self.warmup < 1 and self.warmup + self.decay_fraction > 1:
             together = f"warmup {self.warmup:g} and decay_fraction {self.decay_fraction:g}"
             problems.append(f"{together} are more than the whole run")
+        if self.guard.rolls_back and self.save_every is None:
+            problems.append("guard: a rollback needs checkpoints to go back to: set save_every")
         if problems:
             raise ValueError("; ".join(problems))
         return self

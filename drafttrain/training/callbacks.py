@@ -17,7 +17,7 @@ class Listener(Protocol):
     """Gets every record of a run, on the main rank."""
 
     def on_record(self, record: dict[str, Any]) -> None:
-        """`record["kind"]` is "train" or "eval"; `record["step"]` counts optimiser steps done."""
+        """`record["kind"]` is "train", "eval" or "guard"; `record["step"]` counts optimiser steps done."""
         ...
 
     def close(self) -> None:

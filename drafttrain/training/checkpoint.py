@@ -45,6 +45,7 @@ class TrainState:
         best_tau: best acceptance length measured so far, and the step of it.
         rows_per_step: rows of one optimiser step over all ranks; None before the first.
         interval: sums since the last line of the metrics log.
+        guard: what `LossGuard` remembers.
     """
 
     step: int = 0
@@ -55,6 +56,7 @@ class TrainState:
     best_step: int | None = None
     rows_per_step: int | None = None
     interval: dict[str, Any] = field(default_factory=dict)
+    guard: dict[str, Any] = field(default_factory=dict)
 
 
 def save_checkpoint(
@@ -154,11 +156,17 @@ def load_checkpoint(
     return TrainState(**meta["state"]), Snapshot(weights, moments)
 
 
-def newest_whole(folder: Path, warn: Callable[[str], None]) -> Path | None:
-    """The newest checkpoint that is whole; damaged ones are skipped with a warning, half-written ones ignored."""
+def newest_whole(folder: Path, warn: Callable[[str], None], last_step: int | None = None) -> Path | None:
+    """The newest checkpoint that is whole; damaged ones are skipped with a warning, half-written ones ignored.
+
+    Args:
+        last_step: later ones are left out.
+    """
     if not folder.is_dir():
         return None
     for path in reversed(_by_age(folder)):
+        if last_step is not None and int(path.name.removeprefix("step-")) > last_step:
+            continue
         try:
             check_whole(path)
         except CheckpointError as error:

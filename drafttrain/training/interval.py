@@ -22,6 +22,7 @@ class Interval:
         loss: sum of step losses (this rank's share of them).
         steps, tokens: optimiser steps, and tokens of all ranks.
         grad_norm: sum of the norms before clipping.
+        dropped: steps that were not taken; they are in none of the sums but the seconds.
         seconds: wall time of everything, of laying out data, of the target, of the draft.
     """
 
@@ -31,6 +32,7 @@ class Interval:
     steps: int = 0
     tokens: int = 0
     grad_norm: float = 0.0
+    dropped: int = 0
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(("all", "data", "target", "draft"), 0.0))
 
     @staticmethod
@@ -44,6 +46,11 @@ class Interval:
         self.steps += 1
         self.tokens += tokens
         self.grad_norm += grad_norm
+        self.seconds["all"] += seconds
+
+    def drop_step(self, seconds: float) -> None:
+        """Count a step that was not taken."""
+        self.dropped += 1
         self.seconds["all"] += seconds
 
     def gather(self, accelerator: Accelerator) -> None:
@@ -64,7 +71,7 @@ class Interval:
         self.correct, self.total = torch.zeros_like(self.correct), torch.zeros_like(self.total)
 
     def record(self, accelerator: Accelerator) -> dict[str, Any]:
-        """The metrics of the interval, right on the main rank; every rank must call it."""
+        """The metrics of the interval, right on the main rank; every rank must call it, after a step was taken."""
         self.gather(accelerator)
         accuracy = [
             hit / seen if seen else None for hit, seen in zip(self.correct.tolist(), self.total.tolist(), strict=True)
@@ -77,7 +84,8 @@ class Interval:
             "grad_norm": self.grad_norm / self.steps,
             "tokens": self.tokens,
             "tokens_per_s": self.tokens / seconds if seconds else 0.0,
-            "seconds_per_step": seconds / self.steps,
+            "seconds_per_step": seconds / (self.steps + self.dropped),
+            "dropped": self.dropped,
             "data_s": self.seconds["data"],
             "target_s": self.seconds["target"],
             "draft_s": self.seconds["draft"],
@@ -94,6 +102,7 @@ class Interval:
             "steps": self.steps,
             "tokens": self.tokens,
             "grad_norm": self.grad_norm,
+            "dropped": self.dropped,
             "seconds": self.seconds,
         }
 

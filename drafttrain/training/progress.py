@@ -52,6 +52,15 @@ class ProgressLine:
                 soft_wrap=True,
             )
 
+        elif record["kind"] == "guard":
+            back = "" if record["to_step"] is None else f", back to the draft of step {record['to_step']}"
+            self.console.print(
+                f"step {record['step']} dropped{back}: {record['what']} (samples {record['samples']})",
+                highlight=False,
+                soft_wrap=True,
+                markup=False,
+            )
+
     def close(self) -> None:
         """Leave the terminal as it was."""
         if self._progress is not None:
@@ -62,8 +71,9 @@ def describe(record: dict[str, Any], total_steps: int) -> str:
     """The text of a training record."""
     accuracy = " ".join(f"{value:.3f}" if value is not None else "-" for value in record["accuracy"])
     left = (total_steps - record["step"]) * record["seconds_per_step"]
+    dropped = f"  {record['dropped']} dropped" if record["dropped"] else ""
     return (
-        f"loss {record['loss']:.4f}  acc {accuracy}  {record['tokens_per_s']:,.0f} tok/s"
+        f"loss {record['loss']:.4f}  acc {accuracy}  {record['tokens_per_s']:,.0f} tok/s{dropped}"
         f"  ETA {timedelta(seconds=round(left))}"
     )
 

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import numpy as np
 import torch
@@ -30,6 +30,7 @@ from drafttrain.training.checkpoint import (
     set_aside,
 )
 from drafttrain.training.distributed import from_main, sum_over_ranks
+from drafttrain.training.guard import LossGuard, Trouble
 from drafttrain.training.heartbeat import Heartbeat
 from drafttrain.training.interval import Interval
 from drafttrain.training.launch import Launch
@@ -46,6 +47,10 @@ OnBest = Callable[[Whole], None]
 
 class NonFiniteError(UserError):
     """Loss or gradient is NaN or infinite; the message names the step and the samples."""
+
+
+class LossSpikeError(UserError):
+    """The loss is far above the last ones; the message names the step and the samples."""
 
 
 @dataclass
@@ -147,6 +152,7 @@ class Trainer:
         self.strategy = make_strategy(launch, accelerator, step, optimizer)
         self.optimizer = self.strategy.optimizer
         self.state = TrainState()
+        self.guard = LossGuard(config.guard)
         self._interval = Interval.empty(self.depths)
 
     def _at(self, stage: str, order: int) -> None:
@@ -170,6 +176,7 @@ class Trainer:
             self._same_step_size(path, state)
             self.strategy.load(snapshot)
             self.state = state
+            self.guard.load(state.guard)
             self._interval = Interval.from_json(self.state.interval, self.depths)
             if not main:
                 self._interval.clear_share()
@@ -207,12 +214,16 @@ class Trainer:
             on_best: called on the main rank with the whole draft when a measurement is the best so far.
 
         Raises:
-            NonFiniteError: NaN or infinity in loss or gradient; the draft is as it was before that step.
+            NonFiniteError: NaN or infinity in loss or gradient, as far as the guard does not drop such steps; the
+                draft is as it was before that step.
+            LossSpikeError: the same for a loss far above the last ones.
             DataError: no supervised label in a whole step.
         """
         finished = True
         with StopRequest() as stop:
             try:
+                if self.guard.rolls_back and not self.state.step:
+                    self._save()
                 windows = self.order.windows(self.state.epoch, self.state.row)
                 while self.state.step < self.total_steps:
                     if not self._train_window(next(windows), listeners, stop):
@@ -251,23 +262,37 @@ class Trainer:
             self._micro_step(index, rows, counts, last=index == len(micro) - 1) for index, rows in enumerate(micro)
         ]
         losses = torch.stack([output.loss.detach() for output in outputs]).double().cpu()
-        self._guard(0.0, losses.tolist(), micro)
+        loss = self._over_ranks(losses.sum())
         self._at("update", 2 * len(micro))
-        norm = self.strategy.update(rate, self.config.clip_norm)
-        self._guard(norm, losses.tolist(), micro)
+        norm = 0.0
+        trouble = self.guard.of_loss(loss)
+        if trouble is None:
+            norm = self.strategy.update(rate, self.config.clip_norm)
+            trouble = self.guard.of_norm(norm)
+        else:
+            self.strategy.drop()
+        if trouble is not None:
+            self._drop(trouble, loss, losses, micro, window, listeners)
         state = self.state
         state.rows_per_step = self.order.window_rows
         state.step += 1
         state.epoch, state.row = window.epoch, window.first_row + len(window.rows)
-        tokens = sum(len(sample.ids) for row in window.rows for sample in row)
-        state.tokens += tokens
-        for output in outputs:
-            self._interval.correct += output.correct.detach().cpu()
-            self._interval.total += output.total.detach().cpu()
-        self._interval.end_step(float(losses.sum()), tokens, norm, time.perf_counter() - began)
+        if trouble is None:
+            self.guard.taken(loss)
+            tokens = sum(len(sample.ids) for row in window.rows for sample in row)
+            state.tokens += tokens
+            for output in outputs:
+                self._interval.correct += output.correct.detach().cpu()
+                self._interval.total += output.total.detach().cpu()
+            self._interval.end_step(float(losses.sum()), tokens, norm, time.perf_counter() - began)
+        else:
+            self._interval.drop_step(time.perf_counter() - began)
         if state.step % self.config.log_every == 0 or state.step == self.total_steps:
             self._log(rate, listeners)
         return True
+
+    def _over_ranks(self, value: Tensor) -> float:
+        return float(sum_over_ranks(self.accelerator, value) if self.ranks > 1 else value)
 
     def _agree(self, micro: list[list[Row]], stop: StopRequest) -> tuple[Tensor, bool]:
         """Labels a depth [K] in the whole window over all ranks, and whether a rank was told to stop."""
@@ -294,26 +319,71 @@ class Trainer:
         seconds["draft"] += time.perf_counter() - featured
         return output
 
-    def _guard(self, norm: float, losses: list[float], micro: list[list[Row]]) -> None:
-        # The gradients are summed over ranks, so a NaN on one shows in the norm of every rank.
-        if np.isfinite(norm) and np.isfinite(losses).all():
-            return
+    def _drop(
+        self,
+        trouble: Trouble,
+        loss: float,
+        losses: Tensor,
+        micro: list[list[Row]],
+        window: Window,
+        listeners: Sequence[Listener],
+    ) -> None:
+        """Do about a step what the guard says; the gradients are gone already."""
+        action, spent = self.guard.decide(trouble)
+        if action == "stop":
+            self._stop(trouble, spent, losses.tolist(), micro)
+        back = self._roll_back() if action == "rollback" else None
+        record = {
+            "kind": "guard",
+            "step": self.state.step + 1,
+            "what": trouble.what,
+            "action": action,
+            "to_step": back,
+            "loss": loss if np.isfinite(loss) else None,
+            "dropped": self.guard.dropped,
+            "samples": _names(window.rows),
+        }
+        for listener in listeners:
+            listener.on_record(record)
+
+    def _roll_back(self) -> int:
+        """Put the draft and the optimiser of the newest whole checkpoint back; its step."""
+        main = self.accelerator.is_main_process
+        self._at("rolling back", 0)
+        path = from_main(newest_whole(self.checkpoints, self.warn, self.state.step) if main else None)
+        if path is None:
+            self._raise_on_all(
+                CheckpointError(
+                    "there is no whole checkpoint to roll back to",
+                    where=self.checkpoints,
+                    remedy="set training.guard to skip, or start again with --resume never",
+                )
+            )
+        saved, snapshot = load_checkpoint(path, self.trained, self.fingerprint)
+        self.strategy.load(snapshot)
+        self.guard.recall(saved.guard)
+        return saved.step
+
+    def _stop(self, trouble: Trouble, spent: str, losses: list[float], micro: list[list[Row]]) -> NoReturn:
         bad = [rows for rows, loss in zip(micro, losses, strict=True) if not np.isfinite(loss)]
         rows = [row for group in bad or micro for row in group]
-        error = NonFiniteError(
-            f"the {'loss' if bad else 'gradient'} is NaN or infinite at step {self.state.step + 1}",
+        error = (LossSpikeError if trouble.kind == "spike" else NonFiniteError)(
+            f"{trouble.what} at step {self.state.step + 1}{spent}",
             where=f"rank {self.rank}, samples {_names(rows)}",
             remedy="lower training.lr, or remove the samples named here; the last checkpoint is intact",
         )
-        if bad:
-            raise error
-        self._raise_on_all(error)
+        if trouble.kind != "loss":
+            self._raise_on_all(error)
+        # The ranks whose own loss it is name their samples.
+        raise error if bad else AlreadyReported(error.what)
 
-    def _raise_on_all(self, error: UserError) -> None:
+    def _raise_on_all(self, error: UserError) -> NoReturn:
         """Raise what every rank sees at this moment; one of them shows it."""
         raise error if self.accelerator.is_main_process else AlreadyReported(error.what)
 
     def _log(self, rate: float, listeners: Sequence[Listener]) -> None:
+        if not self._interval.steps:
+            return  # all were dropped: their count stands in the next line
         record = self._interval.record(self.accelerator)
         self._interval = Interval.empty(self.depths)
         if not self.accelerator.is_main_process:
@@ -356,9 +426,10 @@ class Trainer:
     def _save(self) -> None:
         self._at("saving", 0)
         self._interval.gather(self.accelerator)
+        self.guard.saved()
         snapshot = self.strategy.snapshot(self.accelerator.is_main_process)
         if snapshot is not None:
-            self.state.interval = self._interval.to_json()
+            self.state.interval, self.state.guard = self._interval.to_json(), self.guard.to_json()
             save_checkpoint(self.checkpoints, self.state, snapshot, self.trained, self.fingerprint, self.config.keep)
         self._at("waiting for the checkpoint", 1)
         self.accelerator.wait_for_everyone()

@@ -74,6 +74,10 @@ class Strategy(ABC):
         """
 
     @abstractmethod
+    def drop(self) -> None:
+        """Forget the gradients of this step, after its last micro-batch, in place of `update`."""
+
+    @abstractmethod
     def snapshot(self, wanted: bool) -> Snapshot | None:
         """The whole state, on ranks where it is `wanted`."""
 

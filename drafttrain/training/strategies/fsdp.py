@@ -72,6 +72,11 @@ class FullyShardedData(Strategy):
         self.optimizer.zero_grad(set_to_none=True)
         return norm
 
+    def drop(self) -> None:
+        """See `Strategy`."""
+        self._loss.reshard()
+        self.optimizer.zero_grad(set_to_none=True)
+
     def snapshot(self, wanted: bool) -> Snapshot | None:
         """See `Strategy`."""
         weights = self.gather(kept_tensors(self.drafter), wanted)

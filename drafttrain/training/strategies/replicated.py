@@ -52,6 +52,10 @@ class Replicated(Strategy):
         self.optimizer.zero_grad(set_to_none=True)
         return norm
 
+    def drop(self) -> None:
+        """See `Strategy`."""
+        self.optimizer.zero_grad(set_to_none=True)
+
     def snapshot(self, wanted: bool) -> Snapshot | None:
         """See `Strategy`."""
         if not wanted:

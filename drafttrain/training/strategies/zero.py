@@ -73,6 +73,18 @@ class Zero(Strategy):
             self._engine.zero_grad()
         return norm
 
+    def drop(self) -> None:
+        """See `Strategy`."""
+        if not self.stage:
+            self._engine.zero_grad()
+            return
+        # DeepSpeed clears its shards and buckets of gradients where it finds one that is not finite, and only there.
+        for shards in self._engine.optimizer.averaged_gradients.values():
+            for shard in shards or ():
+                if shard is not None:
+                    shard.fill_(math.nan)
+        self._engine.step()
+
     def snapshot(self, wanted: bool) -> Snapshot | None:
         """See `Strategy`."""
         weights = self.gather(kept_tensors(self.drafter), wanted)
@@ -128,6 +140,10 @@ class Zero(Strategy):
         self._engine.optimizer.refresh_fp32_params()
         if snapshot.moments:
             self._load_moments(snapshot.moments)
+        else:
+            for entries in self.optimizer.state.values():
+                for value in entries.values():
+                    value.zero_()
 
     def _load_moments(self, moments: dict[str, Tensor]) -> None:
         from deepspeed.utils import safe_set_full_optimizer_state, safe_set_local_optimizer_state

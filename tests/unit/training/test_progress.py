@@ -15,6 +15,7 @@ from drafttrain.training.metrics import MetricsLog
 from drafttrain.training.progress import ConsoleReporter, ProgressLine
 
 TRAIN: dict[str, Any] = {
+    "dropped": 0,
     "kind": "train",
     "step": 40,
     "loss": 2.5,
