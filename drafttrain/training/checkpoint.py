@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -136,17 +136,7 @@ def load_checkpoint(
         CheckpointError: damaged, of another draft, or of a run whose data or seed differ; names what.
     """
     meta = check_whole(path)
-    differing = [
-        f"{key} (checkpoint: {meta['fingerprint'].get(key)}, here: {value})"
-        for key, value in fingerprint.items()
-        if meta["fingerprint"].get(key) != value
-    ]
-    if differing:
-        raise CheckpointError(
-            f"the checkpoint belongs to another run; what differs: {'; '.join(differing)}",
-            where=path,
-            remedy="give the run another name, or train with --resume never",
-        )
+    _same_run(path, meta["fingerprint"], fingerprint)
     weights = load_file(path / WEIGHTS)
     _same_tensors(path, "weights", {name: tensor.shape for name, tensor in weights.items()}, expected)
     moments = load_file(path / MOMENTS)
@@ -154,6 +144,44 @@ def load_checkpoint(
     if unknown:
         raise CheckpointError(f"the optimiser state has {unknown[0]}, the draft does not", where=path)
     return TrainState(**meta["state"]), Snapshot(weights, moments)
+
+
+def require_same_run(folder: Path, fingerprint: Mapping[str, Any]) -> None:
+    """Refuse early, before answers and features are made, what `load_checkpoint` would refuse behind them.
+
+    Args:
+        folder: `checkpoints/` of the run, or one checkpoint.
+        fingerprint: as much of it as is known yet.
+
+    Raises:
+        CheckpointError: the newest checkpoint that can be read is of another run; names what differs.
+    """
+    candidates = reversed(_by_age(folder)) if not _NAME.fullmatch(folder.name) and folder.is_dir() else [folder]
+    for path in candidates:
+        try:
+            found = dict(read_json(path / "checkpoint.json")["fingerprint"])
+        except (UserError, KeyError, TypeError, ValueError):
+            continue
+        _same_run(path, found, fingerprint)
+        return
+
+
+def _same_run(path: Path, found: Mapping[str, Any], fingerprint: Mapping[str, Any]) -> None:
+    differing = [line for key, value in fingerprint.items() for line in _differences(key, found.get(key), value)]
+    if differing:
+        raise CheckpointError(
+            f"the checkpoint belongs to another run; what differs: {'; '.join(differing)}",
+            where=path,
+            remedy="give the run another name, or train with --resume never",
+        )
+
+
+def _differences(key: str, found: Any, here: Any) -> Iterator[str]:
+    if isinstance(found, dict) and isinstance(here, dict):
+        for name in sorted(found.keys() | here.keys()):
+            yield from _differences(f"{key}.{name}", found.get(name), here.get(name))
+    elif found != here:
+        yield f"{key} (checkpoint: {found}, here: {here})"
 
 
 def newest_whole(folder: Path, warn: Callable[[str], None], last_step: int | None = None) -> Path | None:

@@ -6,6 +6,7 @@ import uuid
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager, nullcontext
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,7 +25,7 @@ from drafttrain.recipe.schema import Recipe
 from drafttrain.training.acceptance import EngineMeasurement
 from drafttrain.training.adapter import ADAPTER, require_peft, save_adapter
 from drafttrain.training.callbacks import Listener, WandbTracker, require_tracker
-from drafttrain.training.checkpoint import set_aside
+from drafttrain.training.checkpoint import require_same_run, set_aside
 from drafttrain.training.distributed import from_main, make_accelerator
 from drafttrain.training.heartbeat import Heartbeat
 from drafttrain.training.launch import Launch, check_against_recipe, requested
@@ -33,7 +34,7 @@ from drafttrain.training.progress import ConsoleReporter, ProgressLine
 from drafttrain.training.ranks import Ranks
 from drafttrain.training.sharded_target import ShardedTarget, TogetherFeatures, load_sharded_target
 from drafttrain.training.strategies.base import Whole
-from drafttrain.training.trainer import Resume, Trainer, TrainParts, TrainResult
+from drafttrain.training.trainer import Resume, Trainer, TrainParts, TrainResult, order_of
 
 LOCK = ".lock"
 FINAL, BEST = "draft", "best"
@@ -89,17 +90,29 @@ def _train(
     life: Heartbeat,
 ) -> TrainResult:
     report = ConsoleReporter(console, quiet=not ranks.main)
+    order = order_of(recipe.training, recipe.training_seed)
+    _refuse_another_run(recipe, resume, order, ranks)
     parts = _build(recipe, report, ranks)
     ranks.agree(
         "the data",
         {**parts.fingerprint(), "samples": len(parts.corpus.samples), "files": parts.data},
         "the run's folder and the data must be the same files on every host (a shared disk)",
     )
+    known = {**parts.fingerprint(), **order, "samples": len(parts.corpus.samples)}
+    _refuse_another_run(recipe, resume, known, ranks)
     # Features they write together.
     part = Part(ranks.rank, ranks.count)
     ranks.together(lambda: write_features(recipe, parts, report, part))
     with closing(ranks.together(lambda: open_features(recipe, parts, report, part))) as source:
         return _fit(recipe, resume, console, launch, accelerator, ranks, life, parts, source, report)
+
+
+def _refuse_another_run(recipe: Recipe, resume: Resume, known: dict[str, Any], ranks: Ranks) -> None:
+    """Answers and features take hours: a folder that holds another run is refused before them."""
+    if resume == "never":
+        return
+    checkpoints = Path(recipe.run_folder) / "checkpoints" if resume == "auto" else resume
+    ranks.together(lambda: require_same_run(checkpoints, known))
 
 
 def _fit(

@@ -133,14 +133,7 @@ class Trainer:
             seed=seed,
             shuffle_block=config.shuffle_block,
         )
-        self.fingerprint = {
-            **fingerprint,
-            "seed": seed,
-            "packing": config.packing,
-            "row_length": config.row_length,
-            "samples": len(parts.samples),
-            "shuffle_block": config.shuffle_block,
-        }
+        self.fingerprint = {**fingerprint, **order_of(config, seed), "samples": len(parts.samples)}
         self.total_steps = config.max_steps or self.order.steps_in(config.epochs or 0.0)
         self.depths = parts.drafter.max_depth
         dtype = torch.bfloat16 if config.precision == "bf16" else torch.float32
@@ -433,6 +426,16 @@ class Trainer:
             save_checkpoint(self.checkpoints, self.state, snapshot, self.trained, self.fingerprint, self.config.keep)
         self._at("waiting for the checkpoint", 1)
         self.accelerator.wait_for_everyone()
+
+
+def order_of(config: TrainingConfig, seed: int) -> dict[str, Any]:
+    """What decides, with the data, which tokens a step sees: a run goes on with the same alone."""
+    return {
+        "seed": seed,
+        "packing": config.packing,
+        "row_length": config.row_length,
+        "shuffle_block": config.shuffle_block,
+    }
 
 
 def make_optimizer(drafter: Drafter, config: TrainingConfig, device: torch.device) -> torch.optim.AdamW:

@@ -176,7 +176,11 @@ def test_a_checkpoint_of_another_run_is_refused_and_never_starts_afresh(world: P
     shutil.copytree(unbroken, run)
     path = recipe(world, run, drafter={"family": "eagle3", "draft_vocab_size": 100, "depth": 3})
     said = " ".join(train(world, str(path), status=2).split())
-    assert "belongs to another run" in said and "drafter" in said and "--resume never" in said
+    assert "belongs to another run" in said and "--resume never" in said
+    assert "drafter.draft_vocab_size (checkpoint: 128, here: 100)" in said and "drafter.family" not in said
+    # What the recipe alone tells is refused before anything is loaded.
+    said = train(world, str(path), "training.seed=7", status=2)
+    assert "seed (checkpoint:" in said and "loading the target" not in said
     train(world, str(path), "--resume", "never")
     assert (run / "checkpoints.1/step-00000012").is_dir() and (run / "metrics.jsonl.1").exists()
     assert len(metrics(run)) == 12
