@@ -146,13 +146,15 @@ def answer_prompts(
     chat: ChatRenderer,
     target: Callable[[], InProcess],
     progress: Progress | None = None,
+    prompts: list[Prompt] | None = None,
 ) -> Regenerated:
     """Answer the recipe's prompts into the run's folder; what is there already is kept.
 
     Args:
         target: called only if it has to write prompts or answers.
+        prompts: of `prepare_prompts`, where they are at hand.
     """
-    prompts = prepare_prompts(recipe, chat, target, progress)
+    prompts = prepare_prompts(recipe, chat, target, progress) if prompts is None else prompts
     files = ConversationFiles.of(recipe)
     tell = None if progress is None else partial(progress, "answers")
     report = regenerate(prompts, _answer_source(recipe, chat, target), files.answers, progress=tell)
@@ -173,8 +175,9 @@ def prepare_conversations(
     """
     if recipe.data.path is None and recipe.data.answers.source != "given":
         # Before hours of answers, not behind them.
-        require_rest(len(prepare_prompts(recipe, chat, target, progress)), recipe.data.held_out)
-        report = answer_prompts(recipe, chat, target, progress)
+        prompts = prepare_prompts(recipe, chat, target, progress)
+        require_rest(len(prompts), recipe.data.held_out)
+        report = answer_prompts(recipe, chat, target, progress, prompts)
         if report.rejects and not report.resumed + report.written:
             raise DataError(
                 f"none of the {len(report.rejects)} prompts got an answer; the first: {report.rejects[0].reason}",
