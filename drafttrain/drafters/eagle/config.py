@@ -66,6 +66,7 @@ class Eagle3Config(EagleConfig):
         norm_before_residual: the residual is the normed state instead of the raw one.
         init_head: "target" copies the rows of the target's head and its final norm.
         init_fc: "random", or "last" to start as the copy of the last tap.
+        train_head: off leaves the head as it starts: a step is cheaper, and Adam does not shake the rows of rare tokens.
         widen_vocab: with `warm_start`, keep the saved draft's vocabulary and add to it what the data says most often,
             up to `draft_vocab_size`; the new rows of the head come from the target's.
     """
@@ -82,12 +83,19 @@ class Eagle3Config(EagleConfig):
     norm_before_residual: bool = False
     init_head: Literal["target", "random"] = "target"
     init_fc: Literal["random", "last"] = "random"
+    train_head: bool = True
     widen_vocab: bool = False
 
     @model_validator(mode="after")
     def _something_to_widen(self) -> Eagle3Config:
         if self.widen_vocab and (self.warm_start is None or self.draft_vocab_size is None):
             raise ValueError("widen_vocab needs warm_start (the draft to widen) and draft_vocab_size (how far)")
+        return self
+
+    @model_validator(mode="after")
+    def _head_worth_keeping(self) -> Eagle3Config:
+        if not self.train_head and self.init_head == "random" and self.warm_start is None:
+            raise ValueError("train_head: false would keep a random head: set init_head: target")
         return self
 
     @model_validator(mode="after")

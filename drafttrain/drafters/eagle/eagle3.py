@@ -78,6 +78,7 @@ class Eagle3Drafter(EagleDrafter[Eagle3Weights]):
         self.layers = nn.ModuleDict(more)
         self.norm = RMSNorm(arch.hidden_size, eps, device)
         self.lm_head = nn.Linear(arch.hidden_size, vocab_map.size, bias=False, device=device)
+        self.lm_head.weight.requires_grad_(config.train_head)
         self.register_buffer("d2t", vocab_map.d2t.clone().to(device))
         self.register_buffer("t2d", vocab_map.t2d.clone().to(device))
         self._map: VocabMap | None = None
