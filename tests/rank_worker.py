@@ -29,6 +29,7 @@ from tests.tiny_training import Spoiled, samples, tiny_target
 
 FAMILIES = {
     "eagle3": Eagle3Config(taps=(0, 2, 3), draft_vocab_size=40, depth=3),
+    "kept_head": Eagle3Config(taps=(0, 2, 3), draft_vocab_size=40, depth=2, train_head=False),
     "eagle1": Eagle1Config(feature_noise=0.0),
     "medusa": MedusaConfig(num_heads=3),
     "draft_lm": DraftLMConfig(layers=(0, 3)),

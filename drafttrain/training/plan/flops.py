@@ -153,6 +153,7 @@ def _eagle3(draft: Eagle3Drafter, tokens: int, labels: list[int]) -> Counted:
     read = 2.0 * embedding * (tokens + depths - 1)
     fc = 2.0 * draft.fc.weight.numel() * tokens
     through_fc = 2.0 if draft.input_norm is not None or draft.fc_norm is not None else 1.0
+    through_head = 2.0 if draft.config.train_head else 1.0
     forward, backward, again = [], [], []
     for depth, count in enumerate(labels):
         own = 2.0 * state * tokens
@@ -161,7 +162,7 @@ def _eagle3(draft: Eagle3Drafter, tokens: int, labels: list[int]) -> Counted:
         first = depth == 0
         forward.append(Flops(own + (read + fc if first else 0.0), attention, head))
         back = 2 * own + (2 * read + through_fc * fc if first else 0.0)
-        backward.append(Flops(back, _ATTENTION_BACKWARD * attention, 2 * head))
+        backward.append(Flops(back, _ATTENTION_BACKWARD * attention, through_head * head))
         again.append(Flops(own - 2.0 * last * tokens))
     return forward, backward, again
 

@@ -352,6 +352,14 @@ def test_default_taps_are_low_middle_and_high() -> None:
         build_drafter(Eagle3Config(taps=(1, 6)), plain_target().config)
 
 
+def test_a_head_that_is_kept_is_not_trained_and_is_saved() -> None:
+    target = tiny_target("llama")
+    draft = new_draft(Eagle3Config(taps=(0, 1, 2), depth=2, train_head=False), target).train()
+    frozen = {name for name, weight in draft.named_parameters() if not weight.requires_grad}
+    assert frozen == {"lm_head.weight"}
+    assert "lm_head.weight" in draft.saved_names(dict(draft.state_dict()))
+
+
 @pytest.mark.parametrize(
     "values",
     [
@@ -360,6 +368,7 @@ def test_default_taps_are_low_middle_and_high() -> None:
         {"init_layer": "middle"},
         {"depth": 0},
         {"norm_outptu": True},
+        {"train_head": False, "init_head": "random"},
     ],
 )
 def test_impossible_configs(values: dict[str, Any]) -> None:

@@ -36,6 +36,7 @@ CONFIGS = Path(__file__).resolve().parents[2] / "fixtures" / "configs"
 LENGTH = 24
 DRAFTS: dict[str, DrafterConfig] = {
     "eagle3": Eagle3Config(draft_vocab_size=30, depth=3),
+    "eagle3-kept-head": Eagle3Config(depth=2, train_head=False),
     "eagle3-norms": Eagle3Config(depth=2, fc_norm=True, num_layers=2),
     "eagle1": Eagle1Config(depth=1),
     "hass": Eagle1Config(depth=3),
