@@ -122,6 +122,8 @@ class Eagle1Config(EagleConfig):
         feature_noise: uniform noise in +-this on the target's features while training.
         detach: HASS's aligned steps read the draft's own features without a gradient through them.
         fc_bias: fc has a bias, as in most of the paper's own checkpoints. vLLM has none.
+        init_fc: "random", or "feature" to start as the copy of the feature: the draft begins as "the next feature is
+            this one", which matters where a target's features are large.
     """
 
     family: Literal["eagle1"] = "eagle1"
@@ -129,3 +131,4 @@ class Eagle1Config(EagleConfig):
     feature_noise: float = Field(default=0.1, ge=0.0)
     detach: bool = True
     fc_bias: bool = False
+    init_fc: Literal["random", "feature"] = "random"

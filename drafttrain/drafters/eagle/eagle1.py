@@ -72,8 +72,11 @@ class Eagle1Drafter(EagleDrafter[Eagle1Weights]):
         """Build from the saved sizes."""
         return cls(config, DraftArch.model_validate(arch), device)
 
+    @torch.no_grad()
     def init_from_target(self, target: CausalLM) -> None:
-        """The layer, where the config says so."""
+        """The layer and fc, each as the config says."""
+        if self.config.init_fc == "feature":
+            self.fc.weight[:, -self.arch.hidden_size :].copy_(torch.eye(self.arch.hidden_size))
         block = self.config.init_block(target.n_layers)
         if block is not None:
             layer_from_block(self._layer(), target, block)

@@ -352,6 +352,15 @@ def test_default_taps_are_low_middle_and_high() -> None:
         build_drafter(Eagle3Config(taps=(1, 6)), plain_target().config)
 
 
+def test_eagle1_can_start_as_the_copy_of_its_feature() -> None:
+    target = tiny_target("llama")
+    draft = build_drafter(Eagle1Config(init_fc="feature"), target.config)
+    init_from_target(draft, target)
+    assert isinstance(draft, Eagle1Drafter)
+    feature_half = draft.fc.weight[:, target.hidden_size :]
+    assert torch.equal(feature_half, torch.eye(target.hidden_size))
+
+
 def test_a_head_that_is_kept_is_not_trained_and_is_saved() -> None:
     target = tiny_target("llama")
     draft = new_draft(Eagle3Config(taps=(0, 1, 2), depth=2, train_head=False), target).train()
