@@ -66,7 +66,7 @@ class Eagle3Config(EagleConfig):
         norm_before_residual: the residual is the normed state instead of the raw one.
         init_head: "target" copies the rows of the target's head and its final norm.
         init_fc: "random", or "last" to start as the copy of the last tap.
-        train_head: off leaves the head as it starts: a step is cheaper, and Adam does not shake the rows of rare tokens.
+        train_head: off leaves the head as it starts, which makes a step cheaper.
         widen_vocab: with `warm_start`, keep the saved draft's vocabulary and add to it what the data says most often,
             up to `draft_vocab_size`; the new rows of the head come from the target's.
     """
