@@ -54,6 +54,8 @@ SAVED: dict[str, Callable[[Any], int]] = {
     "recipes/quickstart.yaml": lambda draft: eagle3(*SMOLLM2, draft.draft_vocab_size),
     "recipes/smollm2/eagle3.yaml": lambda draft: eagle3(*SMOLLM2, draft.draft_vocab_size),
     "recipes/smollm2/eagle3_more.yaml": lambda draft: eagle3(*SMOLLM2, draft.draft_vocab_size),
+    "recipes/smollm2/eagle3_all.yaml": lambda draft: eagle3(*SMOLLM2, draft.draft_vocab_size),
+    "recipes/eagle3.yaml": lambda draft: eagle3(*SMOLLM2, draft.draft_vocab_size),
     # fc over (embedding, feature); a layer without its first norm.
     "recipes/smollm2/eagle1.yaml": lambda draft: 2 * 576 * 576 + block(*SMOLLM2) - 576,
     # Residual blocks, without a bias; the target's head serves all.
