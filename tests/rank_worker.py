@@ -14,40 +14,11 @@ from typing import Any
 import torch
 from accelerate.state import AcceleratorState, GradientState
 
-from drafttrain.drafters.build import build_drafter, init_from_target
-from drafttrain.drafters.eagle.config import Eagle1Config, Eagle3Config
-from drafttrain.drafters.lm.config import DraftLMConfig
-from drafttrain.drafters.medusa.config import MedusaConfig
-from drafttrain.features.sources import OnlineFeatures
-from drafttrain.losses.config import LossConfig
-from drafttrain.losses.objective import Objective
-from drafttrain.recipe.training_config import TrainingConfig
 from drafttrain.training.distributed import make_accelerator
 from drafttrain.training.launch import Launch
-from drafttrain.training.trainer import Trainer, TrainParts
+from drafttrain.training.trainer import Trainer
+from tests.tiny_trainer import Recorder, tiny_config, tiny_trainer
 from tests.tiny_training import Spoiled, samples, tiny_target
-
-FAMILIES = {
-    "eagle3": Eagle3Config(taps=(0, 2, 3), draft_vocab_size=40, depth=3),
-    "kept_head": Eagle3Config(taps=(0, 2, 3), draft_vocab_size=40, depth=2, train_head=False),
-    "eagle1": Eagle1Config(feature_noise=0.0),
-    "medusa": MedusaConfig(num_heads=3),
-    "draft_lm": DraftLMConfig(layers=(0, 3)),
-    "frozen_embedding": DraftLMConfig(layers=(0, 3), train_embedding=False),
-}
-
-
-class Recorder:
-    """Keeps the records of a run."""
-
-    def __init__(self) -> None:
-        self.records: list[dict[str, Any]] = []
-
-    def on_record(self, record: dict[str, Any]) -> None:
-        self.records.append(record)
-
-    def close(self) -> None:
-        pass
 
 
 def make_trainer(folder: Path, launch: Launch, family: str, documents: int = 12, **values: Any) -> Trainer:
@@ -60,34 +31,13 @@ def make_trainer(folder: Path, launch: Launch, family: str, documents: int = 12,
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
     os.environ.pop("ACCELERATE_USE_DEEPSPEED", None)
-    config = TrainingConfig(
-        **{
-            "max_steps": 30,
-            "row_length": 64,
-            "precision": "fp32",
-            "lr": 3e-3,
-            "log_every": 1,
-            "save_every": None,
-            "packing": False,
-            **values,
-        }
-    )
+    config = tiny_config(**{"max_steps": 30, "lr": 3e-3, **values})
     accelerator = make_accelerator(launch, config.clip_norm)
     target = tiny_target()
     with torch.no_grad():
         # A random target knows nothing; one that is sure of something can be learnt from.
         target.head().weight.mul_(8)
-    torch.manual_seed(3)
-    drafter = build_drafter(FAMILIES[family], target.config)
-    init_from_target(drafter, target)
-    parts = TrainParts(
-        drafter=drafter,
-        objective=Objective(LossConfig()),
-        source=OnlineFeatures(target, drafter.feature_spec, batch_tokens=64),
-        samples=samples(documents),
-        target_head=target.head(),
-    )
-    return Trainer(accelerator, config, parts, folder, seed=0, fingerprint={}, launch=launch)
+    return tiny_trainer(accelerator, config, folder, family, samples(documents), target, launch=launch)
 
 
 def run_job(folder: Path, job: dict[str, Any]) -> list[dict[str, Any]]:

@@ -19,23 +19,36 @@ ROOT = Path(__file__).resolve().parents[1]
 STABLE = ("step", "epoch", "loss", "accuracy", "lr", "grad_norm", "tokens")
 
 
-def make_world(folder: Path) -> Path:
-    """Fill a folder with a tiny target and answered conversations."""
+def save_target(folder: Path, spare: int = 0, **shape: Any) -> Path:
+    """Save a random Llama and a tokenizer that can chat, as `target.model` takes them.
+
+    Args:
+        spare: rows of the head beyond the tokenizer's tokens.
+        shape: of the config, where it is to differ.
+    """
     tokenizer = chat_tokenizer(CHATML)
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=len(tokenizer) + 3,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=256,
-        eos_token_id=tokenizer.eos_token_id,
-        initializer_range=0.3,
+    values = {
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "max_position_embeddings": 256,
+        "initializer_range": 0.3,
+        **shape,
+    }
+    config = LlamaConfig(vocab_size=len(tokenizer) + spare, eos_token_id=tokenizer.eos_token_id, **values)
+    LlamaForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def make_world(folder: Path) -> Path:
+    """Fill a folder with a tiny target and answered conversations."""
+    save_target(
+        folder / "target", spare=3, hidden_size=32, intermediate_size=48, num_attention_heads=4, num_key_value_heads=2
     )
-    LlamaForCausalLM(config).save_pretrained(folder / "target")
-    tokenizer.save_pretrained(folder / "target")
     words = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve"]
     with (folder / "conversations.jsonl").open("w") as file:
         for number in range(24):

@@ -57,16 +57,21 @@ def run(arguments: argparse.Namespace) -> int:
         raise UserError("says nothing without a budget", where="--context", remedy="add --memory 16G")
     advice = advise(find_result(folder, arguments.suite), budget=arguments.memory, context=arguments.context)
     method = METHODS.get(advice.family)
-    served = None if method is None else vllm_config(advice, method, str(folder / "export" / "vllm"))
+    refused = None if method is None else _refusal(folder)
+    served = None
+    if method is not None and refused is None:
+        served = vllm_config(advice, method, str(folder / "export" / "vllm"))
     if arguments.json:
         # Plain print: a terminal's width must not break the JSON.
-        print(json.dumps({**asdict(advice), "vllm": served}, indent=2, ensure_ascii=False))
+        print(json.dumps({**asdict(advice), "vllm": served, "vllm_refuses": refused}, indent=2, ensure_ascii=False))
         return 0
     for line in in_words(advice):
         print(line)
     print(f"\nFor vLLM, which proposes chains, as {advice.device.upper()} times say:")
     if method is None:
         print(f"  it has no method for the family {advice.family}")
+    elif refused is not None:
+        print(f"  it does not take this draft: {refused}")
     elif served is None:
         print("  do not draft")
     else:
@@ -74,6 +79,21 @@ def run(arguments: argparse.Namespace) -> int:
         if len(advice.chains) > 1:
             print(f"  beyond batch {advice.chains[-1][1]}, which nothing here covers, the last entry stays in force")
     return 0
+
+
+def _refusal(run: Path) -> str | None:
+    """Why the draft cannot be exported to vLLM, in one line; None where it can, or is not there to be asked."""
+    from drafttrain.errors import CheckpointError
+    from drafttrain.export.ir import ExportError, read_ir
+    from drafttrain.export.vllm import VLLM
+
+    try:
+        VLLM.layout(read_ir(run))
+    except ExportError as error:
+        return " ".join(str(error).split())
+    except CheckpointError:
+        return None
+    return None
 
 
 def find_result(run: Path, suite: str | None) -> EvalResult:

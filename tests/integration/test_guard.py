@@ -14,7 +14,8 @@ import torch
 from drafttrain.training.launch import Launch
 from drafttrain.training.trainer import LossSpikeError, NonFiniteError, Trainer
 from tests.launching import finish, start_ranks
-from tests.rank_worker import Recorder, make_trainer, run_job
+from tests.rank_worker import make_trainer, run_job
+from tests.tiny_trainer import Recorder
 from tests.tiny_training import Spoiled
 
 FLAT = {"schedule": "constant", "warmup": 0, "batch_rows": 2, "documents": 24}

@@ -16,7 +16,8 @@ import pytest
 
 from drafttrain.training.launch import Launch
 from tests.launching import finish, start_ranks
-from tests.rank_worker import Recorder, make_trainer
+from tests.rank_worker import make_trainer
+from tests.tiny_trainer import Recorder
 
 FAMILIES = ("eagle3", "medusa", "draft_lm")
 PLAIN: list[tuple[Any, ...]] = [("replicated",), ("fsdp2",)]

@@ -12,39 +12,12 @@ from torch import Tensor
 
 from drafttrain.corpus.types import Sample
 from drafttrain.drafters.base import Drafter
-from drafttrain.drafters.build import build_drafter, init_from_target
-from drafttrain.drafters.eagle.config import Eagle1Config, Eagle3Config
-from drafttrain.drafters.lm.config import DraftLMConfig
-from drafttrain.drafters.medusa.config import MedusaConfig
 from drafttrain.errors import CheckpointError
-from drafttrain.features.sources import OnlineFeatures
-from drafttrain.losses.config import LossConfig
-from drafttrain.losses.objective import Objective
 from drafttrain.modeling.causal_lm import CausalLM
-from drafttrain.recipe.training_config import TrainingConfig
 from drafttrain.training.distributed import make_accelerator
-from drafttrain.training.trainer import NonFiniteError, Trainer, TrainParts
+from drafttrain.training.trainer import NonFiniteError, Trainer
+from tests.tiny_trainer import FAMILIES, Recorder, tiny_config, tiny_trainer
 from tests.tiny_training import samples, tiny_target
-
-FAMILIES = {
-    "eagle3": Eagle3Config(taps=(0, 2, 3), draft_vocab_size=40, depth=3),
-    "eagle1": Eagle1Config(feature_noise=0.0),
-    "medusa": MedusaConfig(num_heads=3),
-    "draft_lm": DraftLMConfig(layers=(0, 3)),
-}
-
-
-class Recorder:
-    """Keeps the records of a run."""
-
-    def __init__(self) -> None:
-        self.records: list[dict[str, Any]] = []
-
-    def on_record(self, record: dict[str, Any]) -> None:
-        self.records.append(record)
-
-    def close(self) -> None:
-        pass
 
 
 def make(
@@ -55,32 +28,8 @@ def make(
     drafter: Drafter | None = None,
     **values: Any,
 ) -> Trainer:
-    config = TrainingConfig(
-        **{
-            "max_steps": 6,
-            "batch_rows": 2,
-            "row_length": 64,
-            "precision": "fp32",
-            "lr": 1e-2,
-            "log_every": 1,
-            "save_every": None,
-            "packing": False,
-            **values,
-        }
-    )
-    target = target or tiny_target()
-    if drafter is None:
-        torch.manual_seed(3)
-        drafter = build_drafter(FAMILIES[family], target.config)
-        init_from_target(drafter, target)
-    parts = TrainParts(
-        drafter=drafter,
-        objective=Objective(LossConfig()),
-        source=OnlineFeatures(target, drafter.feature_spec, batch_tokens=64),
-        samples=data if data is not None else samples(16),
-        target_head=target.head(),
-    )
-    return Trainer(make_accelerator(), config, parts, folder, seed=0, fingerprint={})
+    config = tiny_config(**{"max_steps": 6, "batch_rows": 2, "lr": 1e-2, **values})
+    return tiny_trainer(make_accelerator(), config, folder, family, data, target, drafter)
 
 
 def run(trainer: Trainer) -> list[dict[str, Any]]:

@@ -56,7 +56,8 @@ class Eagle3Config(EagleConfig):
     """EAGLE-3 (arXiv 2503.01840) and 3.1 (arXiv 2605.09992).
 
     Attributes:
-        taps: states of the target that are fused; default (2, n//2, n-3) for n blocks.
+        taps: states of the target that are fused; default (2, n//2, n-3) for n blocks, for fewer than 7 three that
+            differ.
         draft_vocab_size: tokens the draft can say; None = all of the target's.
         hidden_size: default: the target's.
         norm_before_fc: one RMSNorm over the concatenated taps.
@@ -110,8 +111,12 @@ class Eagle3Config(EagleConfig):
         """The taps for a target of `n_layers` blocks."""
         if self.taps is not None:
             return self.taps
-        # The paper's low, middle and high; tiny targets have fewer than the distances assume.
-        return (min(2, n_layers - 1), n_layers // 2, max(n_layers - 3, 0))
+        if n_layers >= 7:
+            return (2, n_layers // 2, n_layers - 3)
+        # Those of a smaller target would repeat, which no serving engine takes: they are spread over what there is.
+        if n_layers >= 3:
+            return (n_layers // 4, n_layers // 2, n_layers - 1)
+        return (*range(n_layers), "pre_norm", "final")[:3]
 
 
 class Eagle1Config(EagleConfig):

@@ -6,38 +6,20 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 import yaml
 from rich.console import Console
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from drafttrain.cli.common import chat_of, target_when_needed
 from drafttrain.cli.main import main
 from drafttrain.errors import DataError
 from drafttrain.recipe.conversations import prepare_conversations, what_was_left_out
 from drafttrain.recipe.load import load_recipe
-from tests.chats import CHATML, chat_tokenizer
+from tests.tiny_world import save_target
 
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("target")
-    tokenizer = chat_tokenizer(CHATML)
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=160,
-        eos_token_id=tokenizer.eos_token_id,
-        initializer_range=0.3,
-    )
-    LlamaForCausalLM(config).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
+    return save_target(tmp_path_factory.mktemp("target"), num_hidden_layers=2, max_position_embeddings=160)
 
 
 @pytest.fixture

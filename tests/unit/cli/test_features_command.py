@@ -7,9 +7,7 @@ import threading
 from pathlib import Path
 
 import pytest
-import torch
 import yaml
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from drafttrain.cli.main import main
 from drafttrain.features.reader import StoreReader
@@ -17,27 +15,14 @@ from drafttrain.features.server import FeatureServer
 from drafttrain.features.wire import TOKEN_VARIABLE
 from drafttrain.recipe.load import load_recipe
 from drafttrain.targets.load import load_target
-from tests.chats import CHATML, chat_tokenizer
+from tests.tiny_world import save_target
 
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a tiny target, a recipe, and its store."""
     folder = tmp_path_factory.mktemp("features")
-    tokenizer = chat_tokenizer(CHATML)
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=4,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=160,
-        eos_token_id=tokenizer.eos_token_id,
-    )
-    LlamaForCausalLM(config).save_pretrained(folder / "target")
-    tokenizer.save_pretrained(folder / "target")
+    save_target(folder / "target", max_position_embeddings=160)
     with (folder / "given.jsonl").open("w") as file:
         for number in range(6):
             messages = [{"role": "user", "content": "one two"}, {"role": "assistant", "content": "two " * (3 + number)}]

@@ -18,7 +18,7 @@ from drafttrain.drafters.eagle.eagle1 import Eagle1Drafter
 from drafttrain.drafters.eagle.eagle3 import Eagle3Drafter
 from drafttrain.drafters.eagle.initialise import norm_weight
 from drafttrain.modeling.causal_lm import CausalLM
-from drafttrain.modeling.taps import Tap
+from drafttrain.modeling.taps import FeatureSpec, Tap
 from drafttrain.modeling.vocab_map import VocabMap
 from tests.draft_support import documents, new_draft, packed, plain_target
 from tests.support import VOCAB, tiny_target
@@ -348,6 +348,11 @@ def test_positions_and_sizes_are_the_targets(kind: str) -> None:
 def test_default_taps_are_low_middle_and_high() -> None:
     assert Eagle3Config().taps_for(32) == (2, 16, 29)
     assert Eagle3Config(taps=(1, "pre_norm")).taps_for(32) == (1, "pre_norm")
+    for layers in range(1, 12):
+        # An engine captures a state once, so those of a small target must differ, too.
+        taps = Eagle3Config().taps_for(layers)
+        assert len(set(taps)) == 3
+        FeatureSpec.of(taps).check(layers)
     with pytest.raises(ValueError, match="tap 6 does not exist"):
         build_drafter(Eagle3Config(taps=(1, 6)), plain_target().config)
 
