@@ -19,7 +19,8 @@ from drafttrain.features.lock import Part
 from drafttrain.features.sources import FeatureSource
 from drafttrain.files import exclusive
 from drafttrain.recipe.build import RunParts, build_run, open_features, write_features
-from drafttrain.recipe.load import save_recipe
+from drafttrain.recipe.history import changes, check_changes, earlier_name, keep_recipe
+from drafttrain.recipe.load import RESOLVED
 from drafttrain.recipe.provenance import collect_provenance, record_provenance, versions
 from drafttrain.recipe.schema import Recipe
 from drafttrain.training.acceptance import EngineMeasurement
@@ -147,13 +148,20 @@ def _fit(
         )
     )
     ranks.together(lambda: trainer.restore(resume))
+    changed = {} if resume == "never" else ranks.together(lambda: changes(folder, recipe))
+    state = trainer.state
+    measured = state.best_tau is not None
+    ranks.together(lambda: check_changes(folder, changed, state.step, trainer.total_steps, measured))
     listeners: list[Listener] = []
     if main:
         folder.mkdir(parents=True, exist_ok=True)
-        save_recipe(recipe, folder)
-        record_provenance(folder, provenance)
         if resume == "never":
-            set_aside(folder / "metrics.jsonl")
+            for path in (folder / RESOLVED, folder / "metrics.jsonl", *folder.glob(earlier_name("*"))):
+                set_aside(path)
+        said = keep_recipe(recipe, folder, state.step, changed)
+        if said is not None:
+            report.say(said)
+        record_provenance(folder, provenance)
         listeners = _listeners(recipe, folder, trainer, console)
         if trainer.state.step:
             report.say(f"resuming after step {trainer.state.step}")

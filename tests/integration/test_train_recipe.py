@@ -108,7 +108,7 @@ def test_offline_features_give_the_online_curve(world: Path, unbroken: Path) -> 
         features={"source": "offline", "dtype": "float32", "path": str(run / "features")},
         drafter={"family": "eagle3", "draft_vocab_size": 128, "depth": 3, "taps": [0, 1, 2]},
     )
-    assert "taps (store: 2, 1, final" in " ".join(train(world, str(other), status=2).split())
+    assert "taps (store: 1, 2, 3, final" in " ".join(train(world, str(other), status=2).split())
     assert json.loads((run / "features/manifest.json").read_text())["complete"]
 
 
@@ -169,6 +169,20 @@ def test_several_processes_that_accelerate_does_not_start_are_missed(world: Path
     )
     assert done.returncode != 0
     assert "asked for 2 processes, accelerate set up 1" in " ".join(done.stderr.split())
+
+
+def test_a_run_that_goes_on_with_another_recipe_keeps_the_one_before(world: Path, unbroken: Path) -> None:
+    run = world / "changed"
+    shutil.copytree(unbroken, run)
+    path = recipe(world, run)
+    before = (run / "recipe.yaml").read_bytes()
+    said = " ".join(train(world, str(path), "training.lr=1e-3", status=2).split())
+    assert "has done its 12 steps" in said and "training.lr 0.003 -> 0.001" in said
+    assert (run / "recipe.yaml").read_bytes() == before
+    said = " ".join(train(world, str(path), "training.lr=1e-3", "training.max_steps=13").split())
+    assert "from step 12 on the recipe is another" in said and "training.max_steps 12 -> 13" in said
+    assert (run / "recipe-until-step-00000012.yaml").read_bytes() == before
+    assert "lr: 0.001" in (run / "recipe.yaml").read_text() and len(metrics(run)) == 13
 
 
 def test_a_checkpoint_of_another_run_is_refused_and_never_starts_afresh(world: Path, unbroken: Path) -> None:
