@@ -40,6 +40,7 @@ class Written:
     result: Path
     report: Path
     records: Path
+    rows: Path
 
 
 def evaluate(
@@ -111,7 +112,8 @@ def split_overrides(overrides: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def write_result(result: EvalResult, run: SuiteRun, folder: Path) -> Written:
-    """Write `result.json`, `report.html` and `records.jsonl` into an existing folder, each whole or not at all."""
+    """Write `result.json`, `report.html`, `records.jsonl` and the rows of a leaderboard into an existing folder, each
+    whole or not at all."""
     records = folder / "records.jsonl"
     with atomic_file(records) as partial, partial.open("w", encoding="utf-8") as file:
         for (setting, draft), rounds in run.records.items():
@@ -124,8 +126,9 @@ def write_result(result: EvalResult, run: SuiteRun, folder: Path) -> Written:
     write_json(folder / "result.json", {**result.to_json(), **derived})
     with atomic_file(folder / "report.html") as partial:
         partial.write_text(render_html(result), encoding="utf-8")
+    write_json(folder / "leaderboard.json", [asdict(row) for row in rows_of(result)])
     shutil.rmtree(folder / UNFINISHED, ignore_errors=True)
-    return Written(folder / "result.json", folder / "report.html", records)
+    return Written(folder / "result.json", folder / "report.html", records, folder / "leaderboard.json")
 
 
 def add_to_leaderboard(result: EvalResult, folder: Path) -> Path:

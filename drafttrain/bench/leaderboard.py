@@ -34,11 +34,27 @@ _HEAD = (
     "exact",
     "date",
 )
+# What a row does not show: with others than the suite's own it would stand beside rows that it does not compare with.
+_UNSEEN = (
+    "name",
+    "prompts",
+    "format",
+    "limit",
+    "max_new_tokens",
+    "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "stop",
+    "typical",
+    "compile",
+    "on_device",
+)
 _INTRODUCTION = (
     "# Leaderboard",
     "",
     "Rendered by `drafttrain eval --leaderboard` from the JSON files beside this page;",
-    "`drafttrain eval RUN --suite SUITE` adds to them.",
+    "`drafttrain eval RUN --suite SUITE` adds to them, with the suite's own prompts and lengths.",
     "",
     "tau is pooled over rounds with the bonus token counted; the speed-up is decoding against the same engine",
     "without a draft, in the same run. 95 % bootstrap intervals over prompts in brackets. The n-gram and the",
@@ -112,6 +128,11 @@ def rows_of(result: EvalResult) -> list[Row]:
         for entry in result.drafts
         if entry.draft != BASELINE
     ]
+
+
+def changed_unseen(overrides: Sequence[str]) -> list[str]:
+    """Those of a suite's overrides that make its rows no result of the suite."""
+    return [text for text in overrides if text.partition("=")[0].split(".")[0] in _UNSEEN]
 
 
 def default_folder() -> Path:

@@ -186,7 +186,15 @@ class _Measurement:
         length = _longest(target, suite, renderer, prompts)
         proposers: dict[str, Proposer | None] = {BASELINE: None, **{c.name: c.proposer for c in contenders}}
         self.engines = {
-            name: Engine(target, proposer, k=setting.k, max_batch=setting.batch, max_length=length)
+            name: Engine(
+                target,
+                proposer,
+                k=setting.k,
+                max_batch=setting.batch,
+                max_length=length,
+                on_device=suite.on_device,
+                compile=suite.compile,
+            )
             for name, proposer in proposers.items()
         }
         self.learn = {c.name: c.learn for c in contenders if c.learn is not None}

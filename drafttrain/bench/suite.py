@@ -64,6 +64,8 @@ class SuiteConfig(Config):
         stop: strings that end an answer, as in transformers.
         typical: let drafts be accepted by typicality at temperatures above 0. Lossy, and labelled so.
         batch: requests decoded together.
+        on_device: play greedy rounds without the host, as CUDA graphs; null = on CUDA, where the draft can.
+        compile: have `torch.compile` fuse parts of the target, for the baseline and all drafts alike.
         max_new_tokens: longest answer to one turn.
         drafts: "run" is the draft under test; "ngram" (prompt lookup), "suffix" (over past answers too) and "oracle"
             (replays the baseline) are references that need no training. Others, and drafts made of several, are
@@ -93,6 +95,8 @@ class SuiteConfig(Config):
     stop: list[Annotated[str, Field(min_length=1)]] = Field([])
     typical: bool = False
     batch: Counts = Field([1])
+    on_device: bool | None = None
+    compile: bool = False
     max_new_tokens: int = Field(128, ge=1)
     drafts: Drafts = Field(["run", "ngram", "oracle"])
     trees: Trees = Field([])

@@ -43,7 +43,12 @@ def register(subparsers: Any) -> None:
     parser.add_argument(
         "--fresh", action="store_true", help="measure again what an interrupted eval like this one has measured"
     )
-    parser.add_argument("--leaderboard", action="store_true", help="render the results in eval/leaderboard")
+    parser.add_argument(
+        "--leaderboard",
+        action="store_true",
+        help="alone: render the results in eval/leaderboard; with a run: enter its result also where other prompts or "
+        "lengths than the suite's were asked for",
+    )
     parser.add_argument("--leaderboard-dir", type=Path, metavar="DIR", help="another place for leaderboard rows")
     parser.add_argument("--no-leaderboard", action="store_true", help="keep this result out of the leaderboard")
     parser.set_defaults(run=run)
@@ -57,6 +62,8 @@ def run(arguments: argparse.Namespace) -> int:
 
     console = Console()
     # argparse gives words behind an option to that option: all are sorted here, wherever they stood.
+    if arguments.leaderboard and arguments.no_leaderboard:
+        raise UserError("--leaderboard and --no-leaderboard exclude each other", remedy="leave one of them out")
     suite, *behind = arguments.suite or [None]
     words = [*arguments.overrides, *behind]
     runs, overrides = [w for w in words if "=" not in w], [w for w in words if "=" in w]
@@ -84,7 +91,7 @@ def _evaluate(arguments: argparse.Namespace, run: str, suite_file: str, override
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     from drafttrain.bench.evaluate import add_to_leaderboard, evaluate, split_overrides, write_result
-    from drafttrain.bench.leaderboard import default_folder
+    from drafttrain.bench.leaderboard import changed_unseen, default_folder
     from drafttrain.bench.report.terminal import result_table
     from drafttrain.bench.suite import load_suite
     from drafttrain.drafters.saving import find_draft
@@ -122,7 +129,11 @@ def _evaluate(arguments: argparse.Namespace, run: str, suite_file: str, override
     console.print(result_table(result))
     console.print(f"report: {written.report}", soft_wrap=True)
     console.print(f"result: {written.result}", soft_wrap=True)
-    if not arguments.no_leaderboard:
+    partial = [] if arguments.leaderboard else changed_unseen(of_suite)
+    if arguments.no_leaderboard or partial:
+        why = f": {', '.join(partial)} is not the suite's; --leaderboard enters it all the same" if partial else ""
+        console.print(f"rows: {written.rows} (not in the leaderboard{why})", markup=False, soft_wrap=True)
+    else:
         rows = add_to_leaderboard(result, arguments.leaderboard_dir or default_folder())
         console.print(f"leaderboard rows: {rows}", soft_wrap=True)
     return 0

@@ -44,6 +44,8 @@ class Engine:
         tokenizer: finds stop strings; default the target's, where it has one.
         on_device: play greedy rounds without the host, as CUDA graphs (`device_rounds`); None = on CUDA, where the
             proposer can.
+        compile: have `torch.compile` fuse what lies between attention and products of the target (`modeling.compiled`):
+            for good, for whoever else uses this target.
 
     Attributes:
         records: one a row and round, since the last `reset`.
@@ -51,7 +53,7 @@ class Engine:
         memory: what the rows hold, allocated once, here.
 
     Raises:
-        EngineError: k below 1, or more memory than there is.
+        EngineError: k below 1, more memory than there is, or no compiler where one is asked for.
     """
 
     def __init__(
@@ -64,12 +66,17 @@ class Engine:
         max_length: int = 2048,
         tokenizer: Any = None,
         on_device: bool | None = None,
+        compile: bool = False,
     ) -> None:
         if proposer is not None and k < 1:
             raise EngineError(f"k is {k}", remedy="a draft proposes at least one token a round")
         self.target, self.proposer = target, proposer
         if not any(parameter.requires_grad for parameter in target.parameters()):
             target.prepare_for_inference()
+        if compile:
+            target.compile_forward()
+        on_cuda = target.device.type == "cuda"
+        plays_on_device = on_cuda if on_device is None else on_device
         reach = Reach(0, 0) if proposer is None else proposer.reach(k)
         self.k = reach.depth
         self.max_batch = max_batch
@@ -77,7 +84,7 @@ class Engine:
         self.max_length = min(max_length, context)
         # A row near its end takes part in rounds as wide as the others': its draft tokens are written behind it.
         length = self.max_length + max(reach.tokens, reach.scratch)
-        self.memory = memory_needed(target, proposer, reach, max_batch, length)
+        self.memory = memory_needed(target, proposer, reach, max_batch, length, recorded=on_cuda and plays_on_device)
         require(self.memory, available_bytes(target.device), max_batch, length)
         self.cache = target.new_cache(max_batch, length)
         self.spec = FeatureSpec() if proposer is None else proposer.feature_spec
@@ -85,7 +92,7 @@ class Engine:
             proposer.attach(target, self.cache)
             proposer.reserve(max_batch, length)
         self._rounds: DeviceRounds | None = None
-        if target.device.type == "cuda" if on_device is None else on_device:
+        if plays_on_device:
             draft = None if proposer is None else proposer.on_device(self.k)
             if proposer is None or draft is not None:
                 self._rounds = DeviceRounds(target, self.cache, draft, max_batch)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from drafttrain.engine.graphs import buckets
 from drafttrain.engine.proposers.base import Proposer, Reach
 from drafttrain.errors import EngineError
 from drafttrain.modeling.causal_lm import CausalLM
@@ -22,26 +23,46 @@ class Memory:
         cache: keys and values of the target.
         draft: what the draft allocates a row.
         round: logits of a verification, and their distribution in float32.
+        graphs: what recorded rounds keep to themselves: states that each batch size hands over, and the activations of
+            the largest, which the smaller ones share; an estimate from above.
     """
 
     cache: int
     draft: int
     round: int
+    graphs: int = 0
 
     @property
     def total(self) -> int:
         """All of it."""
-        return self.cache + self.draft + self.round
+        return self.cache + self.draft + self.round + self.graphs
 
 
-def memory_needed(target: CausalLM, proposer: Proposer | None, reach: Reach, rows: int, length: int) -> Memory:
-    """Of an engine with rows of `length` cached tokens."""
+def memory_needed(
+    target: CausalLM, proposer: Proposer | None, reach: Reach, rows: int, length: int, recorded: bool = False
+) -> Memory:
+    """Of an engine with rows of `length` cached tokens; `recorded`: its rounds may become CUDA graphs."""
     places = rows * (reach.tokens + 1)
     return Memory(
         cache=target.cache_bytes(rows, length),
         draft=0 if proposer is None else proposer.bytes_needed(rows, length),
         round=places * target.vocab_size * (target.dtype.itemsize + torch.float32.itemsize),
+        graphs=_graph_bytes(target, proposer, reach, rows) if recorded else 0,
     )
+
+
+def handed_over(target: CausalLM, taps: int, places: int, rows: int) -> int:
+    """Bytes of the states that verifications of all batch sizes up to `rows` leave for the draft, `places` a row."""
+    return sum(buckets(rows)) * places * taps * target.hidden_size * target.dtype.itemsize
+
+
+def _graph_bytes(target: CausalLM, proposer: Proposer | None, reach: Reach, rows: int) -> int:
+    taps = 0 if proposer is None else len(proposer.feature_spec.taps)
+    hidden = target.hidden_size
+    # Of one block at a time: gate, up and their product beside residual, norms, queries, keys, values and output.
+    widest = 3 * (getattr(target.config, "intermediate_size", None) or 4 * hidden) + 8 * hidden
+    working = rows * (reach.tokens + 1) * (widest + taps * hidden) * target.dtype.itemsize
+    return handed_over(target, taps, reach.tokens + 1, rows) + working
 
 
 def available_bytes(device: torch.device) -> int | None:
@@ -67,7 +88,7 @@ def require(memory: Memory, available: int | None, rows: int, length: int) -> No
     if available is not None and memory.total > available:
         raise EngineError(
             f"{rows} rows of {length} tokens need {memory.total / _GIB:.2f} GiB "
-            f"(cache {memory.cache / _GIB:.2f}, draft {memory.draft / _GIB:.2f}, a round {memory.round / _GIB:.2f}), "
-            f"{available / _GIB:.2f} are free",
+            f"(cache {memory.cache / _GIB:.2f}, draft {memory.draft / _GIB:.2f}, a round {memory.round / _GIB:.2f}, "
+            f"graphs {memory.graphs / _GIB:.2f}), {available / _GIB:.2f} are free",
             remedy="lower the batch size or the longest length, or free memory on the device",
         )

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from drafttrain.errors import TargetError
 from drafttrain.modeling.attention import ATTENTION_NAME, register
+from drafttrain.modeling.compiled import compile_parts
 from drafttrain.modeling.course import Course, Courses
 from drafttrain.modeling.head import Head
 from drafttrain.modeling.kv_cache import StaticKVCache
@@ -54,6 +55,7 @@ class CausalLM(nn.Module):
         self._windows = _layer_windows(self.config)
         self._prepared_head: Head | None = None
         self._prepared_version = -1
+        self._is_compiled = False
         self._captured: dict[Tap, Tensor] = {}
         self._wanted: frozenset[Tap] = frozenset()
         self.courses = Courses(body)
@@ -109,6 +111,16 @@ class CausalLM(nn.Module):
             self._prepared_head = None
             self._prepared_head = self.head().prepared()
             self._prepared_version = version
+
+    def compile_forward(self) -> None:
+        """Have `torch.compile` fuse what lies between attention and products, from the next forward on and for good.
+
+        Raises:
+            EngineError: no compiler for this device.
+        """
+        if not self._is_compiled:
+            compile_parts(list(self.layers), self.norm)
+            self._is_compiled = True
 
     def lm_head(self, features: Tensor) -> Tensor:
         """final features [..., H] -> logits [..., V]."""

@@ -226,7 +226,13 @@ def test_an_interrupted_eval_goes_on(home: Path, tmp_path: Path, capsys: pytest.
     result = json.loads((out / "result.json").read_text("utf-8"))
     assert [e["setting"]["batch"] for e in result["drafts"]] == [1, 1, 2, 2]
     assert any("before an interruption" in note for note in result["notes"])
-    assert {path.name for path in out.iterdir()} == {"result.json", "report.html", "records.jsonl", ".lock"}
+    assert {path.name for path in out.iterdir()} == {
+        "result.json",
+        "report.html",
+        "records.jsonl",
+        "leaderboard.json",
+        ".lock",
+    }
 
 
 def test_what_another_eval_left_is_dropped_and_said(
@@ -251,6 +257,22 @@ def test_a_draft_alone_at_one_setting(home: Path, tmp_path: Path) -> None:
     assert [entry["draft"] for entry in result["drafts"]] == ["none", "ngram"]
     assert result["hardware"].endswith("bfloat16") and result["prompts"] == 2
     assert {path.name for path in tmp_path.iterdir()} == {"out"}
+
+
+def test_a_part_of_a_suite_is_no_row_of_it_unless_asked_for(
+    home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, board = tmp_path / "out", tmp_path / "board"
+    words = (str(home / "runs/tiny-eagle3"), "--suite", str(home / "suite.yaml"), "--out", str(out))
+    words += ("temperatures=[0.0]", "batch=[1]", "drafts=[ngram]", "--leaderboard-dir", str(board))
+    assert evaluate(*words, "limit=1", "max_new_tokens=4") == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "limit=1, max_new_tokens=4 is not the suite's; --leaderboard enters it" in said
+    assert not board.exists()
+    rows = json.loads((out / "leaderboard.json").read_text("utf-8"))
+    assert [row["draft"] for row in rows] == ["ngram"] and tuple(rows[0]) == KEYS
+    assert evaluate(*words, "limit=1", "max_new_tokens=4", "--leaderboard") == 0
+    assert json.loads((board / "tiny-references.json").read_text("utf-8"))[0]["prompts"] == "tiny (1)"
 
 
 def test_a_later_turn_that_does_not_fit_is_left_out_and_said(home: Path, tmp_path: Path) -> None:

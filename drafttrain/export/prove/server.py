@@ -132,7 +132,7 @@ def _call(command: Sequence[str], folder: Path, log: Path, timeout_s: float) -> 
             stdout=file,
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,
-            env=_environment(),
+            env=server_variables(),
             cwd=folder,
             start_new_session=True,
         )
@@ -147,7 +147,8 @@ def _call(command: Sequence[str], folder: Path, log: Path, timeout_s: float) -> 
             worker.wait()
 
 
-def _environment() -> dict[str, str]:
+def server_variables() -> dict[str, str]:
+    """Environment variables of a process that runs vLLM: offline, and with as many threads as torch has here."""
     threads = str(torch.get_num_threads())
     return {
         **{key: value for key, value in os.environ.items() if not key.startswith("PYTHON")},

@@ -1,5 +1,5 @@
 """Matrix products with few rows against weights laid out for them, on CPUs."""
 
-from drafttrain.ops.packed_linear.dispatch import Matrix, PackedWeight, linear, pack, pack_linears, pack_tree
+from drafttrain.ops.packed_linear.dispatch import Matrix, PackedWeight, is_packed, linear, pack, pack_linears, pack_tree
 
-__all__ = ["Matrix", "PackedWeight", "linear", "pack", "pack_linears", "pack_tree"]
+__all__ = ["Matrix", "PackedWeight", "is_packed", "linear", "pack", "pack_linears", "pack_tree"]

@@ -74,6 +74,11 @@ def pack_linears(module: nn.Module) -> None:
                 child.forward = _PackedForward(child, packed)  # type: ignore[assignment,method-assign]
 
 
+def is_packed(module: nn.Module) -> bool:
+    """Whether `pack_linears` has been at this module itself."""
+    return isinstance(module.forward, _PackedForward)
+
+
 class _PackedForward:
     """In place of `nn.Linear.forward`."""
 

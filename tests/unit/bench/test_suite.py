@@ -81,6 +81,12 @@ def test_trees(tmp_path: Path) -> None:
         load_suite(path)
 
 
+def test_the_shipped_suite_of_ceilings_loads() -> None:
+    suite = load_suite("eval/suites/ceiling.yaml")
+    assert sorted(suite.k) == [2, 4, 8] and suite.drafts == ["run", "oracle"]
+    assert (suite.temperatures, suite.batch) == ([0.0], [1])
+
+
 def test_the_shipped_suite_of_drafts_loads() -> None:
     suite = load_suite("eval/suites/drafts.yaml")
     assert len(suite.drafts) == 8 and len(suite.load_prompts()) == 16
