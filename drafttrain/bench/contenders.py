@@ -6,12 +6,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import torch
+
 from drafttrain.bench.drafts import Draft, DraftConfig
 from drafttrain.bench.runner import Contender
 from drafttrain.bench.suite import SuiteConfig
 from drafttrain.drafters.base import Drafter
 from drafttrain.drafters.lm.model import DraftLM
-from drafttrain.drafters.saving import META, WEIGHTS, check_target, find_draft, load_draft
+from drafttrain.drafters.saving import META, WEIGHTS, check_target, find_draft, load_draft, read_meta
 from drafttrain.engine.calibration_file import read_skip
 from drafttrain.engine.proposers import (
     CascadeProposer,
@@ -70,7 +72,7 @@ class Contenders:
 
     def __init__(self, target: TargetModel, suite: SuiteConfig, run: tuple[str, Path] | None) -> None:
         self.target, self.suite, self.run = target, suite, run
-        self._loaded: dict[Path, _Loaded] = {}
+        self._loaded: dict[tuple[Path, torch.device], _Loaded] = {}
 
     def all(self) -> list[Contender]:
         """One a line, and one a tree of the draft under test.
@@ -133,7 +135,8 @@ class Contenders:
                 return ReaderProposer(self._reader(given), str(given), _built(given.tree), _sampled(given.tree))
             case "use" | "draft":
                 loaded = self._load(given)
-                name = loaded.name if given.tree is None else f"{loaded.name} {given.tree}"
+                name = loaded.name if given.device is None else f"{loaded.name} on {given.device}"
+                name = name if given.tree is None else f"{name} {given.tree}"
                 return build_proposer(loaded.drafter, name, _built(given.tree), _sampled(given.tree))
             case kind:
                 raise RecipeError(f"{kind} replays the baseline and is no part of another draft")
@@ -169,8 +172,14 @@ class Contenders:
             assert given.draft is not None
             folder = find_draft(given.draft)
             name = given.name or Path(given.draft).name
-        if folder not in self._loaded:
-            drafter, meta = load_draft(folder, self.target.device, self.target.dtype)
+        device = self._device(given)
+        if (folder, device) not in self._loaded:
+            if device != self.target.device and read_meta(folder).family != "draft_lm":
+                raise RecipeError(
+                    f"{name} reads the target's states and cannot be on {device}",
+                    remedy="leave out device: only a draft LM, which reads tokens, can be elsewhere",
+                )
+            drafter, meta = load_draft(folder, device, self.target.dtype)
             check_target(meta, self.target.identity.to_dict(), where=folder)
             if meta.family == "medusa" and max(self.suite.k) > drafter.max_depth:
                 raise RecipeError(
@@ -179,8 +188,26 @@ class Contenders:
                     remedy=f"add k=[{drafter.max_depth}] to the command",
                 )
             drafter.bind(self.target.embedding_weight, self.target.head())
-            self._loaded[folder] = _Loaded(name, meta.family, drafter)
-        return self._loaded[folder]
+            self._loaded[folder, device] = _Loaded(name, meta.family, drafter)
+        return self._loaded[folder, device]
+
+    def _device(self, given: DraftConfig) -> torch.device:
+        """Where a draft runs.
+
+        Raises:
+            RecipeError: no such device here.
+        """
+        if given.device is None:
+            return self.target.device
+        try:
+            device = torch.device(given.device)
+            torch.empty(0, device=device)
+        except (RuntimeError, AssertionError, NotImplementedError) as error:
+            said = str(error).partition("\n")[0]
+            raise RecipeError(
+                f"{given}: no device {given.device!r} here: {said}", remedy="write cpu or cuda:0"
+            ) from None
+        return device
 
 
 def _built(tree: TreeConfig | None) -> TreeShape | DynamicTree | None:

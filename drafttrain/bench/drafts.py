@@ -29,6 +29,7 @@ class DraftConfig(Config):
         router: a lookup (ngram or suffix), and the draft that proposes where the lookup has found nothing.
         min_match, longest: of a router: tokens that have to match, and most tokens of a lookup's chain.
         tree: what the draft proposes instead of chains.
+        device: of a draft LM, where it is not to be the target's, such as "cpu" beside a target on a GPU.
         name: as reports show it.
     """
 
@@ -42,6 +43,7 @@ class DraftConfig(Config):
     min_match: int | None = Field(None, ge=1)
     longest: int | None = Field(None, ge=1)
     tree: TreeConfig | None = None
+    device: str | None = Field(None, min_length=1)
     name: str | None = Field(None, min_length=1)
 
     @model_validator(mode="after")
@@ -54,6 +56,8 @@ class DraftConfig(Config):
             raise ValueError(f"min_match and longest belong to a router, not to {kind}")
         if self.tree is not None and (kind not in _TREES or self.use in ("ngram", "suffix", "oracle")):
             raise ValueError(f"{self.use or kind} proposes chains alone: leave out its tree")
+        if self.device is not None and (kind not in ("use", "draft") or self.use not in (None, "run")):
+            raise ValueError(f"{self.use or kind} runs where the target does: leave out its device")
         if self.router is not None and self.router[0] not in ("ngram", "suffix"):
             raise ValueError("a router begins with ngram or suffix, the lookup that is tried first")
         if self.cascade is not None:
@@ -82,6 +86,7 @@ class DraftConfig(Config):
                 text = " or ".join(map(str, self.parts))
             case kind:
                 text = f"{kind.replace('_', ' ')} {getattr(self, kind)}"
+        text = text if self.device is None else f"{text} on {self.device}"
         return text if self.tree is None else f"{text} {self.tree}"
 
     @property

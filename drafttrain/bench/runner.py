@@ -23,6 +23,8 @@ from drafttrain.bench.tokens import token_texts
 from drafttrain.corpus.chat import ChatRenderer
 from drafttrain.corpus.types import Message
 from drafttrain.engine.engine import Engine
+from drafttrain.engine.memory import Memory as EngineMemory
+from drafttrain.engine.memory import available_bytes, require, room_for
 from drafttrain.engine.proposers.base import Proposer
 from drafttrain.engine.records import Completion, Request, RoundRecord
 from drafttrain.engine.sampling import SamplingParams, Typical
@@ -121,6 +123,7 @@ def run_suite(
         raise DataError(f"drafts need names of their own, got {', '.join(names[1:])}")
     renderer = ChatRenderer(target.tokenizer, template_kwargs, target.stop_ids)
     _check_room(target, renderer, prompts)
+    _check_memory(target, suite, contenders, _longest(target, suite, renderer, prompts))
     weights = {contender.name: contender.proposer.memory_bytes() for contender in contenders}
     run = SuiteRun()
     if suite.typical and any(suite.temperatures):
@@ -137,15 +140,10 @@ def run_suite(
             run.notes.append(f"{setting} was measured before an interruption, until {kept.finished}")
             run.add(kept)
             continue
-        fitting = [
-            contender
-            for contender in contenders
-            if (contender.learn is None or setting.temperature == 0)
-            # A tree has its own depth, whatever k is.
-            and (contender.proposer.tree is None or setting.k == suite.k[0])
-        ]
-        measurement = _Measurement(target, suite, renderer, prompts, fitting, setting, weights)
-        found = measurement.run(progress, texts)
+        # Not held beyond this line: the next setting's caches take the place of these.
+        found = _Measurement(
+            target, suite, renderer, prompts, _fitting(suite, contenders, setting), setting, weights
+        ).run(progress, texts)
         run.add(found)
         if journal is not None:
             journal.add(found)
@@ -157,6 +155,40 @@ def settings(suite: SuiteConfig) -> list[Setting]:
     return [
         Setting(k, temperature, batch) for temperature in suite.temperatures for batch in suite.batch for k in suite.k
     ]
+
+
+def _fitting(suite: SuiteConfig, contenders: Sequence[Contender], setting: Setting) -> list[Contender]:
+    """Those that are measured in a setting."""
+    return [
+        contender
+        for contender in contenders
+        if (contender.learn is None or setting.temperature == 0)
+        # A tree has its own depth, whatever k is.
+        and (contender.proposer.tree is None or setting.k == suite.k[0])
+    ]
+
+
+def _check_memory(target: TargetModel, suite: SuiteConfig, contenders: Sequence[Contender], longest: int) -> None:
+    """Refuse, before the first setting is measured, one whose engines do not fit beside each other.
+
+    Raises:
+        EngineError: naming it.
+    """
+    available = available_bytes(target.device)
+    recorded = target.device.type == "cuda" and suite.on_device is not False
+    for setting in settings(suite):
+        proposers = [None, *(contender.proposer for contender in _fitting(suite, contenders, setting))]
+        needed = [
+            room_for(target, each, k=setting.k, rows=setting.batch, longest=longest, recorded=recorded).memory
+            for each in proposers
+        ]
+        together = EngineMemory(
+            cache=sum(memory.cache for memory in needed),
+            draft=sum(memory.draft for memory in needed),
+            round=max(memory.round for memory in needed),  # they take turns
+            graphs=sum(memory.graphs for memory in needed),
+        )
+        require(together, available, f"{setting}: {len(needed)} engines")
 
 
 def rotated(names: Sequence[str], by: int, learners: frozenset[str]) -> list[str]:

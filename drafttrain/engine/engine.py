@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from drafttrain.engine.device_rounds import DeviceRounds, RoundInput
-from drafttrain.engine.memory import available_bytes, memory_needed, require
+from drafttrain.engine.memory import available_bytes, require, room_for
 from drafttrain.engine.penalty import penalised
-from drafttrain.engine.proposers.base import Proposer, Reach, Row
+from drafttrain.engine.proposers.base import Proposer, Row
 from drafttrain.engine.records import Completion, Request, RoundRecord
 from drafttrain.engine.sampling import RowStreams
 from drafttrain.engine.stops import Stops
@@ -77,15 +77,16 @@ class Engine:
             target.compile_forward()
         on_cuda = target.device.type == "cuda"
         plays_on_device = on_cuda if on_device is None else on_device
-        reach = Reach(0, 0) if proposer is None else proposer.reach(k)
-        self.k = reach.depth
-        self.max_batch = max_batch
         context = int(getattr(target.config, "max_position_embeddings", 0) or max_length)
-        self.max_length = min(max_length, context)
-        # A row near its end takes part in rounds as wide as the others': its draft tokens are written behind it.
-        length = self.max_length + max(reach.tokens, reach.scratch)
-        self.memory = memory_needed(target, proposer, reach, max_batch, length, recorded=on_cuda and plays_on_device)
-        require(self.memory, available_bytes(target.device), max_batch, length)
+        self.max_batch, self.max_length = max_batch, min(max_length, context)
+        room = room_for(
+            target, proposer, k=k, rows=max_batch, longest=self.max_length, recorded=on_cuda and plays_on_device
+        )
+        self.k, length, self.memory = room.reach.depth, room.length, room.memory
+        what = f"{max_batch} rows of {length} tokens"
+        require(self.memory, available_bytes(target.device), what)
+        if proposer is not None and proposer.device is not None:
+            require(room.elsewhere, available_bytes(proposer.device), what)
         self.cache = target.new_cache(max_batch, length)
         self.spec = FeatureSpec() if proposer is None else proposer.feature_spec
         if proposer is not None:

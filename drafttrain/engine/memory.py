@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -21,7 +21,7 @@ class Memory:
 
     Attributes:
         cache: keys and values of the target.
-        draft: what the draft allocates a row.
+        draft: what the draft allocates, unless it is on a device of its own.
         round: logits of a verification, and their distribution in float32.
         graphs: what recorded rounds keep to themselves: states that each batch size hands over, and the activations of
             the largest, which the smaller ones share; an estimate from above.
@@ -49,6 +49,36 @@ def memory_needed(
         round=places * target.vocab_size * (target.dtype.itemsize + torch.float32.itemsize),
         graphs=_graph_bytes(target, proposer, reach, rows) if recorded else 0,
     )
+
+
+@dataclass(frozen=True)
+class Room:
+    """What an engine will be given.
+
+    Attributes:
+        reach: how far its proposals go.
+        length: cached tokens of a row: a row near its end takes part in rounds as wide as the others', so draft tokens
+            are written behind it.
+        memory: that it takes on the target's device.
+        elsewhere: what the draft allocates on a device of its own.
+    """
+
+    reach: Reach
+    length: int
+    memory: Memory
+    elsewhere: Memory
+
+
+def room_for(
+    target: CausalLM, proposer: Proposer | None, *, k: int, rows: int, longest: int, recorded: bool = False
+) -> Room:
+    """Of an engine that drafts `k` tokens for `rows` requests of up to `longest` tokens."""
+    reach = Reach(0, 0) if proposer is None else proposer.reach(k)
+    length = longest + max(reach.tokens, reach.scratch)
+    memory, elsewhere = memory_needed(target, proposer, reach, rows, length, recorded), Memory(0, 0, 0)
+    if proposer is not None and proposer.device not in (None, target.device):
+        memory, elsewhere = replace(memory, draft=0), Memory(0, memory.draft, 0)
+    return Room(reach, length, memory, elsewhere)
 
 
 def handed_over(target: CausalLM, taps: int, places: int, rows: int) -> int:
@@ -79,16 +109,19 @@ def available_bytes(device: torch.device) -> int | None:
     return None
 
 
-def require(memory: Memory, available: int | None, rows: int, length: int) -> None:
+def require(memory: Memory, available: int | None, what: str) -> None:
     """Refuse what does not fit.
+
+    Args:
+        what: needs it, for the message.
 
     Raises:
         EngineError: naming both sizes.
     """
     if available is not None and memory.total > available:
         raise EngineError(
-            f"{rows} rows of {length} tokens need {memory.total / _GIB:.2f} GiB "
-            f"(cache {memory.cache / _GIB:.2f}, draft {memory.draft / _GIB:.2f}, a round {memory.round / _GIB:.2f}, "
-            f"graphs {memory.graphs / _GIB:.2f}), {available / _GIB:.2f} are free",
+            f"{what} need {memory.total / _GIB:.2f} GiB (cache {memory.cache / _GIB:.2f}, draft "
+            f"{memory.draft / _GIB:.2f}, a round {memory.round / _GIB:.2f}, graphs {memory.graphs / _GIB:.2f}), "
+            f"{available / _GIB:.2f} are free",
             remedy="lower the batch size or the longest length, or free memory on the device",
         )

@@ -24,7 +24,7 @@ from drafttrain.drafters.build import build_drafter, init_from_target
 from drafttrain.drafters.eagle.config import Eagle3Config
 from drafttrain.drafters.saving import save_draft
 from drafttrain.engine.records import RoundRecord
-from drafttrain.errors import CheckpointError, DataError, RecipeError, UserError
+from drafttrain.errors import CheckpointError, DataError, EngineError, RecipeError, UserError
 from drafttrain.targets.config import TargetConfig
 from drafttrain.targets.load import load_target
 from tests.chats import CHATML, chat_tokenizer
@@ -307,6 +307,16 @@ def test_mistakes_are_one_clear_error(home: Path, words: list[str], error: type[
         evaluate(*(word.format(**names) for word in words))
 
 
+def test_a_setting_that_does_not_fit_is_refused_before_the_first_is_measured(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("drafttrain.bench.runner.available_bytes", lambda device: 12 * 2**20)
+    words = (str(home / "runs/tiny-eagle3"), "--suite", str(home / "suite.yaml"), "--out", str(tmp_path), "limit=1")
+    with pytest.raises(EngineError, match=r"batch 512: 4 engines need [^$]*lower the batch size"):
+        evaluate(*words, "batch=[1, 512]", "temperatures=[0.0]")
+    assert not list((tmp_path / "unfinished").glob("k*"))
+
+
 def test_calibrated_and_untrained_drafts(home: Path, tmp_path: Path) -> None:
     """What `calibrate` writes is what a suite reads; every way of drafting gives the baseline's greedy output."""
 
@@ -334,6 +344,8 @@ def test_calibrated_and_untrained_drafts(home: Path, tmp_path: Path) -> None:
         "{early_exit: 4}": "early exit after 4 blocks of a target with 4",
         "{cascade: [ngram, run]}": "cannot check another draft's tokens in one pass",
         f"{{skip: {tree}}}": "does not hold sub-layers",
+        "{use: run, device: cuda:77}": "no device 'cuda:77' here",
+        "{use: run, device: meta}": "only a draft LM, which reads tokens, can be elsewhere",
     }
     for line, message in bad.items():
         with pytest.raises(UserError, match=message):

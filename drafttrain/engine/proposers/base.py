@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
+import torch
 from torch import Tensor
 
 from drafttrain.engine.records import Request
@@ -70,6 +71,7 @@ class Proposer(ABC):
         name: as reports show it.
         feature_spec: what it reads of the target.
         tree: what it proposes; None = chains of the length that the engine asks for.
+        device: where its own state lies; None = beside the target.
         lazy: set before `reserve` by who may go without its proposals for a while: what `observe` tells is then kept,
             and only read when a proposal is asked for.
     """
@@ -77,6 +79,7 @@ class Proposer(ABC):
     name: str
     feature_spec: FeatureSpec = FeatureSpec()
     tree: TreeShape | DynamicTree | None = None
+    device: torch.device | None = None
     lazy: bool = False
 
     @abstractmethod

@@ -152,3 +152,4 @@ class DraftLMProposer(ReaderProposer):
     ) -> None:
         drafter.prepare_for_inference()
         super().__init__(ModelReader(drafter.lm, name or drafter.family), name, tree, sampled)
+        self.device = drafter.lm.device

@@ -99,6 +99,7 @@ def test_drafts_of_one_line(tmp_path: Path) -> None:
   - {early_exit: 10}
   - {early_exit: 10, tree: {branching: [2, 2]}}
   - {cascade: [ngram, {early_exit: 4}, {early_exit: 12}]}
+  - {draft: runs/small, device: cpu}
   - {router: [suffix, run], min_match: 3}
   - {router: [ngram, {use: run, tree: {dynamic: {nodes: 20}}}], name: both}
 """
@@ -109,6 +110,7 @@ def test_drafts_of_one_line(tmp_path: Path) -> None:
         "early exit 10",
         "early exit 10 static 2x2",
         "ngram > early exit 4 > early exit 12",
+        "runs/small on cpu",
         "suffix or run",
         "ngram or run dynamic 20 (depth 6, top-k 10)",
     ]
@@ -128,6 +130,8 @@ def test_drafts_of_one_line(tmp_path: Path) -> None:
         ("{use: ngram, tree: {branching: [2]}}", "proposes chains alone"),
         ("{synthetic: 1.5}", "at most 1"),
         ("{early_exit: 4}, {early_exit: 4}", "twice"),
+        ("{early_exit: 4, device: cpu}", "early_exit runs where the target does"),
+        ("{use: ngram, device: cpu}", "ngram runs where the target does"),
         ("{erly_exit: 4}", "did you mean 'early_exit'"),
     ],
 )

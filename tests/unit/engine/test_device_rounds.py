@@ -15,6 +15,7 @@ from drafttrain.drafters.eagle.config import Eagle1Config, Eagle3Config
 from drafttrain.engine.device_rounds import DeviceRounds, RoundInput
 from drafttrain.engine.engine import Engine
 from drafttrain.engine.graphs import Graph, bucket_of, buckets
+from drafttrain.engine.memory import handed_over, memory_needed
 from drafttrain.engine.proposers import NGramProposer, build_proposer
 from drafttrain.engine.records import Completion, Request
 from drafttrain.engine.sampling import SamplingParams
@@ -131,6 +132,27 @@ def test_launches_do_not_depend_on_k(k: int) -> None:
     assert isinstance(rounds, DeviceRounds)
     played = {(r.request, r.round) for r in engine.records}
     assert rounds.launches == 3 * max(1 + number for _, number in played)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_what_recorded_rounds_keep_is_known_before(shape: str) -> None:
+    """The states that the verifications of all buckets leave are no more than was counted: of chains exactly that."""
+    target = tiny_target("llama", num_hidden_layers=6)
+    proposer = build_proposer(draft_of(target), tree=SHAPES[shape])
+    engine = Engine(target, proposer, k=3, max_batch=5, max_length=64, on_device=True)
+    engine.generate(REQUESTS)
+    assert engine._rounds is not None and set(engine._rounds._buckets) == {1, 2, 4, 5}
+    kept = sum(
+        feature.numel() * feature.element_size()
+        for bucket in engine._rounds._buckets.values()
+        for feature in bucket._verified.features.values()
+    )
+    reach = proposer.reach(3)
+    counted = handed_over(target, len(proposer.feature_spec.taps), reach.tokens + 1, 5)
+    assert 0 < kept <= counted and (shape != "chain" or kept == counted)
+    # Nothing is recorded on a CPU, so nothing is counted there.
+    assert engine.memory.graphs == 0
+    assert memory_needed(target, proposer, reach, 5, 64, recorded=True).graphs > counted
 
 
 def test_sampled_rows_go_by_the_host() -> None:

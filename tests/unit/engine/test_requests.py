@@ -227,6 +227,15 @@ def test_memory_is_known_before_and_refused(target: CausalLM, monkeypatch: pytes
         Engine(target, proposer, max_batch=4, max_length=50)
 
 
+def test_a_draft_elsewhere_takes_its_memory_there(target: CausalLM) -> None:
+    proposer = build_proposer(new_draft(DraftLMConfig(layers=(0, 3)), target))
+    beside = memory.room_for(target, proposer, k=4, rows=4, longest=50)
+    assert proposer.device == target.device and beside.memory.draft > 0 and beside.elsewhere.total == 0
+    proposer.device = torch.device("meta")
+    apart = memory.room_for(target, proposer, k=4, rows=4, longest=50)
+    assert apart.memory.draft == 0 and apart.elsewhere.total == beside.memory.draft
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_soak() -> None:
