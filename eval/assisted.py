@@ -152,10 +152,8 @@ def _ours(
     """The engine without a draft, with chains of each K, with trees, with prompt lookup."""
 
     def engine(proposer: Proposer | None, k: int) -> Answer:
-        engine = Engine(target, proposer, k=k, max_batch=1, max_length=longest)
-        return lambda ids: (
-            engine.generate([Request("0", ids, suite.max_new_tokens, stop_ids=target.stop_ids)])[0].tokens
-        )
+        made = Engine(target, proposer, k=k, max_batch=1, max_length=longest)
+        return lambda ids: made.generate([Request("0", ids, suite.max_new_tokens, stop_ids=target.stop_ids)])[0].tokens
 
     yield PLAIN, Timed("plain", engine(None, 1))
     for contender in Contenders(target, suite, (recipe.name, find_draft(run))).all():
@@ -200,9 +198,8 @@ def _theirs(
 
         return answer
 
-    defaults = GenerationConfig()
     names = ("num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold")
-    as_shipped = {name: getattr(draft.generation_config, name, getattr(defaults, name)) for name in names}
+    as_shipped = {name: getattr(draft.generation_config, name) for name in names}
     yield GENERATE, Timed("plain", generate())
     yield "generate, draft LM, its default schedule", Timed("theirs", generate(as_shipped))
     for k in options.k:
