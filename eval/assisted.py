@@ -175,7 +175,7 @@ def _theirs(
     model = model.to(target.device).eval()
     (exported,) = export_draft(options.draft_lm, ["hf"], scratch, dtype=dtype)
     draft: Any = AutoModelForCausalLM.from_pretrained(exported.folder, dtype=dtype).to(target.device).eval()
-    common = {
+    common: dict[str, Any] = {
         "max_new_tokens": options.max_new_tokens,
         "do_sample": False,
         "eos_token_id": sorted(target.stop_ids),
@@ -188,7 +188,7 @@ def _theirs(
         @torch.inference_mode()
         def answer(ids: list[int]) -> list[int]:
             tokens = torch.tensor([ids], device=model.device)
-            helper = {}
+            helper: dict[str, Any] = {}
             if assistant is not None:
                 # The schedule is kept in the draft's own config, which goes on from call to call.
                 draft.generation_config.update(**assistant)

@@ -200,14 +200,13 @@ class Contenders:
         if given.device is None:
             return self.target.device
         try:
-            device = torch.device(given.device)
-            torch.empty(0, device=device)
+            # Asked of a tensor: "cuda" is one of several.
+            return torch.empty(0, device=given.device).device
         except (RuntimeError, AssertionError, NotImplementedError) as error:
             said = str(error).partition("\n")[0]
             raise RecipeError(
                 f"{given}: no device {given.device!r} here: {said}", remedy="write cpu or cuda:0"
             ) from None
-        return device
 
 
 def _built(tree: TreeConfig | None) -> TreeShape | DynamicTree | None:

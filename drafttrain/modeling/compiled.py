@@ -29,11 +29,13 @@ def compile_parts(blocks: Sequence[nn.Module], norm: nn.Module) -> list[nn.Modul
     Raises:
         EngineError: no compiler for the device.
     """
+    from torch._dynamo import config  # seconds, which only those who compile wait for
+
     require_compiler(next(norm.parameters()).device)
-    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _RECOMPILES)
+    config.recompile_limit = max(config.recompile_limit, _RECOMPILES)
     found = [*(part for block in blocks for part in _parts(block)), norm]
     for part in found:
-        part.forward = torch.compile(part.forward, dynamic=True)  # type: ignore[method-assign]
+        part.forward = torch.compile(part.forward, dynamic=True)
     return found
 
 

@@ -6,11 +6,13 @@ stays beside it, named by the step at which it ended.
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 from drafttrain.errors import RecipeError
+from drafttrain.files import atomic_file
 from drafttrain.recipe.load import RESOLVED, save_recipe
 from drafttrain.recipe.schema import Recipe
 from drafttrain.recipe.yaml_source import parse_yaml
@@ -81,7 +83,8 @@ def keep_recipe(recipe: Recipe, folder: Path, step: int, found: Mapping[str, Cha
         kept = folder / earlier_name(step)
         # What was changed before at this very step trained nothing that was kept.
         if not kept.exists():
-            (folder / RESOLVED).rename(kept)
+            with atomic_file(kept) as partial:
+                shutil.copyfile(folder / RESOLVED, partial)
         said = f"from step {step} on the recipe is another: {described(found)}; the one before is kept as {kept.name}"
     save_recipe(recipe, folder)
     return said

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+import torch._dynamo.utils
 from torch import nn
 
 from drafttrain.drafters.eagle.config import Eagle3Config
@@ -46,7 +47,9 @@ def proposers(target: CausalLM) -> Iterator[Proposer | None]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])
-def test_greedy_output_is_the_same(kind: str) -> None:
+def test_greedy_output_is_the_same(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Falling back would give the same output, too.
+    monkeypatch.setattr(torch._dynamo.config, "fail_on_recompile_limit_hit", True)
     plain = Engine(tiny_target(kind), max_batch=1, max_length=64)
     want = [plain.generate([request])[0].tokens for request in REQUESTS]
     target = tiny_target(kind)
@@ -54,9 +57,7 @@ def test_greedy_output_is_the_same(kind: str) -> None:
         for on_device in (False, True):
             engine = Engine(target, proposer, k=3, max_batch=3, max_length=64, on_device=on_device, compile=True)
             assert [c.tokens for c in engine.generate(REQUESTS)] == want
-    # Not by falling back: whatever was compiled is still the compiled one.
     assert torch._dynamo.utils.counters["frames"]["ok"] > 0
-    assert not torch._dynamo.utils.counters["recompile_limit"]
 
 
 def test_parts_are_what_lies_between_attention_and_packed_products() -> None:
