@@ -91,8 +91,8 @@ class Rows:
 
 def highest(speedups: Iterable[float | None], intervals: Iterable[Interval | None]) -> float:
     """Up to where an axis of speed-ups goes: 1 at least."""
-    ends = [ends[1] for ends in intervals if ends is not None]
-    return max([1.0, *ends, *(value for value in speedups if value is not None)])
+    upper = [interval[1] for interval in intervals if interval is not None]
+    return max([1.0, *upper, *(value for value in speedups if value is not None)])
 
 
 def speedup_bar(
