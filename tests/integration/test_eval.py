@@ -289,7 +289,7 @@ def test_calibrated_and_untrained_drafts(home: Path, tmp_path: Path) -> None:
     """What `calibrate` writes is what a suite reads; every way of drafting gives the baseline's greedy output."""
 
     run, prompts = str(home / "runs" / "tiny-eagle3"), str(home / "prompts.jsonl")
-    small = ("--prompts", prompts, "--limit", "3", "--max-new-tokens", "12")
+    small = ("--prompts", prompts, "--count", "3", "--max-new-tokens", "12")
     skip, tree = tmp_path / "skip.json", tmp_path / "tree.json"
     assert main(["calibrate", run, "--kind", "skip", *small, "--evaluations", "20", "--out", str(skip)]) == 0
     assert (

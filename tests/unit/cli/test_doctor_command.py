@@ -85,7 +85,7 @@ def test_the_trial_of_a_draft_that_was_never_trained(
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"id": str(i), "turns": [f"Say {i}"]}) + "\n" for i in range(3)))
     arguments = ["doctor", str(place / "run" / "export" / "vllm"), "--target", str(place / "target"), "--json"]
-    arguments += ["--source", str(prompts), "--max-new-tokens", "12", "--dtype", "float32", "--k", "2"]
+    arguments += ["--prompts", str(prompts), "--max-new-tokens", "12", "--dtype", "float32", "--k", "2"]
     assert main(arguments) == 1
     report = json.loads(capsys.readouterr().out)
     assert {finding["rule"] for finding in report["findings"]} == {"accepts-nothing"}
