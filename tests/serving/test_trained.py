@@ -1,14 +1,13 @@
 """Trained drafts of the embedded target in a real vLLM: SmolLM2-135M, the vocabulary and the tied head of a real model.
 
 Run with `python -m pytest tests/serving/test_trained.py -m serving`. Each draft is trained here for some steps on the
-target's own answers, to which it is then put: seconds, and enough that acceptance is neither none nor all. Drafts that a
-recipe trained are proven by `drafttrain prove RUN/export/vllm`.
+target's own answers, to which it is then put: seconds, and enough that acceptance is neither none nor all. Drafts
+that a recipe trained are proven by `drafttrain prove RUN/export/vllm`.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
