@@ -38,7 +38,7 @@ def ratio_interval(
 def chain_intervals(
     accepted: Sequence[Sequence[float]], reached: Sequence[Sequence[float]], *, samples: int = 2000, seed: int = 0
 ) -> list[Interval]:
-    """Interval of 1 + a_1 + a_1 a_2 + ... up to each depth i, a_i = sum(accepted_i) / sum(reached_i), requests resampled.
+    """Interval of 1 + a_1 + a_1 a_2 + ... up to each depth, requests resampled; a_i = accepted / reached at depth i.
 
     Args:
         accepted, reached: counts by request and depth, both [N, K].

@@ -37,7 +37,7 @@ def register(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
         description="Examine a draft's folder in any layout (drafttrain, EAGLE, SpecForge, speculators, Medusa, GGUF). "
         "First the files: config, shapes and values, and how they fit the target and the engine. Then a trial: target "
         "and draft run on a few prompts; what is accepted is compared with the draft's claim, and other readings of "
-        "the folder (shifted layer ids, another rotary base or vocabulary map, ...) are tried for one that accepts more.",
+        "the folder (shifted layer ids, another rotary base or vocabulary map, ...) are tried for one that is better.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

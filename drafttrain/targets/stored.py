@@ -25,8 +25,7 @@ def head_names(config: TargetConfig) -> tuple[str, ...]:
 
 
 def read_head(config: TargetConfig, dtype: torch.dtype) -> Tensor:
-    """A target's output head [V, H] in `dtype`, on the CPU. No other tensor is read; a few thousand rows at a time are in
-    memory twice.
+    """A target's output head [V, H] in `dtype`, on the CPU. No other tensor is read, and it is not in memory twice.
 
     Raises:
         TargetError: no head in safetensors, one that is quantised, or one with a bias, which this tensor alone is not.
