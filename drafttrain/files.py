@@ -114,7 +114,8 @@ def _named(final: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.filename is None or ".part" in str(error.filename):
+        # With a filename, an error without a number would lose its message.
+        if error.errno is not None and (error.filename is None or ".part" in str(error.filename)):
             error.filename = str(final)
         raise
 

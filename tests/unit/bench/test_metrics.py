@@ -141,7 +141,9 @@ def test_a_tree_counts_by_level(record: Make) -> None:
 
 def test_a_chain_that_is_never_cut(record: Make) -> None:
     """1 + alpha_1 + alpha_1 alpha_2 + ...: where no round is cut that is tau."""
-    rows = [record(f"r{n % 7}", proposed=3, accepted=n % 4, number=n) for n in range(28)]
+    rows = [
+        record(f"r{n // 4}", proposed=3, accepted=kept, number=n) for n, kept in enumerate(sorted([0, 1, 2, 3] * 7))
+    ]
     result = acceptance(rows)
     assert result.chain == pytest.approx([1.75, 2.25, 2.5]) and result.tau == pytest.approx(result.chain[-1])
     assert [low < point < high for point, (low, high) in zip(result.chain, result.chain_ci, strict=True)] == [True] * 3

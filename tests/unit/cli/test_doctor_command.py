@@ -9,6 +9,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from drafttrain.cli.main import main
+from drafttrain.drafters.build import build_drafter, init_from_target
 from drafttrain.drafters.eagle.config import Eagle3Config
 from drafttrain.drafters.lm.config import DraftLMConfig
 from drafttrain.drafters.saving import save_draft
@@ -118,7 +119,8 @@ def test_refusals(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str
 def test_a_gguf_draft(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """As the LM that it holds, tried as one; another target's tokens are told."""
     target, about = target_folder(tmp_path / "target")
-    draft = new_draft(DraftLMConfig(layers=tuple(range(8))), target)  # the target itself
+    draft = build_drafter(DraftLMConfig(layers=tuple(range(8))), target.config)
+    init_from_target(draft, target)  # is the target itself
     save_draft(tmp_path / "run" / "draft", draft, target=load_identity(about).to_dict())
     (written,) = export_draft(tmp_path / "run", ["gguf"])
     prompts = tmp_path / "prompts.jsonl"

@@ -94,7 +94,7 @@ def test_the_point_lies_in_its_interval_however_short_the_answers(tmp_path: Path
         found = expected(measurements(tmp_path, "tiny"), k)
         assert found.length_interval is not None
         low, high = found.length_interval
-        assert low <= found.length == pytest.approx(measured.chain[k - 1]) <= high
+        assert found.length == pytest.approx(measured.chain[k - 1]) and low <= found.length <= high
     assert measured.tau_ci is not None and not measured.tau_ci[0] <= found.length <= measured.tau_ci[1]
 
 
