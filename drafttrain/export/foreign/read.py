@@ -113,4 +113,9 @@ def _named_target(checkpoint: Checkpoint) -> TargetConfig:
         raise CheckpointError(
             "does not say which target it was made for", where=checkpoint.folder, remedy="name it with --target"
         )
+    path = Path(str(name)).expanduser()
+    if path.is_absolute() and not path.exists():
+        raise CheckpointError(
+            f"was made for {name}, which is not there", where=checkpoint.folder, remedy="say where it is with --target"
+        )
     return TargetConfig(model=str(name))

@@ -180,6 +180,10 @@ def test_a_folder_that_is_no_export_of_ours(world: World, tmp_path: Path) -> Non
     (written,) = export_draft(saved(tmp_path / "run", "eagle3", world), ["vllm"])
     about = read_json(written.folder / SIDECAR)
     assert about["taps"] == ["2", "4", "5"] and about["depth"] == 3 and about["forecast"] is None
+    write_json(written.folder / SIDECAR, {**about, "target": {**about["target"], "name": str(tmp_path / "moved")}})
+    with pytest.raises(CheckpointError, match=r"was made for .*moved, which is not there[\s\S]*--target"):
+        read_foreign(written.folder)
+    assert read_foreign(written.folder, world.config).ir.depth == 3
     write_json(written.folder / SIDECAR, {**about, "format": 99})
     assert read_foreign(written.folder, world.config).ir.depth == 7  # of a format that is not known, nothing is taken
     with pytest.raises(CheckpointError, match=r"does not say which target[\s\S]*--target"):
