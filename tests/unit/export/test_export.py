@@ -205,6 +205,22 @@ def test_a_draft_lm_loads_in_transformers_and_gives_the_same_logits(kind: str, t
         assert torch.allclose(loaded.float()(ids).logits, ours, atol=1e-5)
 
 
+def test_assisted_generation_takes_it(tmp_path: Path) -> None:
+    """transformers drafts with the export, and says what the target says alone."""
+    model = target()
+    save_draft(tmp_path / "draft", new_draft(CONFIGS["draft_lm"], model), target=TARGET)
+    (written,) = export_draft(tmp_path, ["hf"])
+    draft = AutoModelForCausalLM.from_pretrained(written.folder, dtype=torch.float32)
+    draft.generation_config.num_assistant_tokens = 4
+    draft.generation_config.assistant_confidence_threshold = 0.0
+    ids, calls = torch.tensor([[5, 9, 13, 4]]), []
+    draft.register_forward_hook(lambda *_: calls.append(1))
+    options: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False}
+    plain = model.hf.generate(ids, **options)
+    assert torch.equal(model.hf.generate(ids, assistant_model=draft, **options), plain)
+    assert len(calls) > 3  # it was asked
+
+
 @pytest.mark.parametrize("kind", ["llama", "llama3-rope", "phi"])
 @pytest.mark.parametrize("name", ["eagle3", "eagle1"])
 def test_rotary_parameters_are_read_the_same_from_both_styles(kind: str, name: str, tmp_path: Path) -> None:
