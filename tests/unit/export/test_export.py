@@ -32,7 +32,7 @@ from drafttrain.files import read_json, write_json
 from drafttrain.modeling.causal_lm import CausalLM
 from drafttrain.modeling.vocab_map import VocabMap
 from tests.draft_support import new_draft
-from tests.support import VOCAB, tiny_target
+from tests.support import VOCAB, tiny_hf, tiny_target
 
 LAYERS = 8
 TARGET = {
@@ -207,17 +207,17 @@ def test_a_draft_lm_loads_in_transformers_and_gives_the_same_logits(kind: str, t
 
 def test_assisted_generation_takes_it(tmp_path: Path) -> None:
     """transformers drafts with the export, and says what the target says alone."""
-    model = target()
-    save_draft(tmp_path / "draft", new_draft(CONFIGS["draft_lm"], model), target=TARGET)
+    hf = tiny_hf("llama", num_hidden_layers=LAYERS)  # the same weights
+    save_draft(tmp_path / "draft", new_draft(CONFIGS["draft_lm"], target()), target=TARGET)
     (written,) = export_draft(tmp_path, ["hf"])
     draft = AutoModelForCausalLM.from_pretrained(written.folder, dtype=torch.float32)
     draft.generation_config.num_assistant_tokens = 4
     draft.generation_config.assistant_confidence_threshold = 0.0
     ids, calls = torch.tensor([[5, 9, 13, 4]]), []
     draft.register_forward_hook(lambda *_: calls.append(1))
-    options: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False}
-    plain = model.hf.generate(ids, **options)
-    assert torch.equal(model.hf.generate(ids, assistant_model=draft, **options), plain)
+    options: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None}
+    plain = hf.generate(ids, **options)
+    assert torch.equal(hf.generate(ids, assistant_model=draft, **options), plain)
     assert len(calls) > 3  # it was asked
 
 
