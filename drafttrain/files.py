@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import hashlib
 import json
@@ -17,6 +18,8 @@ from drafttrain.errors import UserError
 
 _CHECKOUT = Path(__file__).resolve().parent.parent
 _BUNDLED = Path(__file__).resolve().parent / "_bundled"
+# Of Linux's renameat2.
+_AT_CWD, _RENAME_EXCHANGE = -100, 2
 
 
 def cache_dir() -> Path:
@@ -60,10 +63,15 @@ def atomic_file(path: str | Path) -> Iterator[Path]:
 
 
 @contextmanager
-def atomic_folder(path: str | Path) -> Iterator[Path]:
-    """Yield a temporary folder beside `path`; rename it into place if the block succeeds. `path` must not exist."""
+def atomic_folder(path: str | Path, replace: bool = False) -> Iterator[Path]:
+    """Yield a temporary folder beside `path`; rename it into place if the block succeeds.
+
+    Args:
+        path: must not exist, unless `replace`.
+        replace: swap with the folder that is there, which goes only once the new one is in its place.
+    """
     final = Path(path)
-    if final.exists():
+    if final.exists() and not replace:
         raise UserError("already exists", where=final, remedy="choose another folder or remove this one")
     final.parent.mkdir(parents=True, exist_ok=True)
     with _named(final):
@@ -76,9 +84,28 @@ def atomic_folder(path: str | Path) -> Iterator[Path]:
                 # safetensors makes its files private, too; a server often runs as another user.
                 if file.is_file() and not file.is_symlink():
                     file.chmod(0o666 & ~_umask())
-            partial.replace(final)
+            if final.exists():
+                _exchange(partial, final)
+            else:
+                partial.replace(final)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+def _exchange(one: Path, two: Path) -> None:
+    """Let two folders change names, in one step where the system can: then the name is never without a folder."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    exchange = getattr(libc, "renameat2", None)
+    if exchange is not None and exchange(_AT_CWD, os.fsencode(one), _AT_CWD, os.fsencode(two), _RENAME_EXCHANGE) == 0:
+        return
+    aside = one.with_suffix(".old")
+    two.rename(aside)
+    try:
+        one.rename(two)
+    except OSError:
+        aside.rename(two)
+        raise
+    aside.rename(one)
 
 
 @contextmanager
@@ -87,7 +114,8 @@ def _named(final: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.filename is None or ".part" in str(error.filename):
+        # With a filename, an error without a number would lose its message.
+        if error.errno is not None and (error.filename is None or ".part" in str(error.filename)):
             error.filename = str(final)
         raise
 

@@ -35,6 +35,28 @@ def ratio_interval(
     return _interval(weights @ top, weights @ bottom)
 
 
+def chain_intervals(
+    accepted: Sequence[Sequence[float]], reached: Sequence[Sequence[float]], *, samples: int = 2000, seed: int = 0
+) -> list[Interval]:
+    """Interval of 1 + a_1 + a_1 a_2 + ... up to each depth, requests resampled; a_i = accepted / reached at depth i.
+
+    Args:
+        accepted, reached: counts by request and depth, both [N, K].
+
+    Returns:
+        One interval a depth; [] for fewer than two requests. A depth that a resample never reached adds nothing to it.
+    """
+    top, bottom = np.asarray(accepted, dtype=np.float64), np.asarray(reached, dtype=np.float64)
+    if len(top) < 2 or top.shape[1] == 0:
+        return []
+    weights = _weights(len(top), samples, seed)
+    below = weights @ bottom
+    alpha = np.divide(weights @ top, below, out=np.zeros_like(below), where=below > 0)
+    lengths = 1 + np.cumprod(alpha, axis=1).cumsum(axis=1)
+    low, high = np.quantile(lengths, [0.025, 0.975], axis=0)
+    return [(float(a), float(b)) for a, b in zip(low, high, strict=True)]
+
+
 def paired_speedup_interval(
     tokens: Sequence[float],
     seconds: Sequence[float],

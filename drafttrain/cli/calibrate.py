@@ -6,11 +6,12 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from drafttrain.cli.common import Subparsers, positive, progress_bars
+from drafttrain.cli.common import Subparsers, add_prompts, positive, progress_bars
 
 if TYPE_CHECKING:
     from drafttrain.engine.calibration_file import SkipFile, TreeFile
     from drafttrain.recipe.schema import Recipe
+    from drafttrain.targets.config import TargetConfig
 
 PROMPTS = "data/prompts/train.jsonl"
 _EPILOG = """kinds:
@@ -35,11 +36,10 @@ def register(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("source", metavar="RUN|TARGET", help="a run or recipe; for skip a model will do")
+    parser.add_argument("source", metavar="RUN|TARGET", help="a run or its recipe; for skip a model will do")
     parser.add_argument("overrides", nargs="*", metavar="target.key=value", help="such as target.dtype=float32")
     parser.add_argument("--kind", required=True, choices=["skip", "medusa-tree", "sequoia"])
-    parser.add_argument("--prompts", default=PROMPTS, metavar="FILE", help=f"default: {PROMPTS}")
-    parser.add_argument("--limit", type=positive, default=8, metavar="N", help="prompts, spread over the file (8)")
+    add_prompts(parser, PROMPTS)
     parser.add_argument("--max-new-tokens", type=positive, default=64, metavar="N", help="of an answer (64)")
     parser.add_argument("--batch", type=positive, default=1, metavar="N", help="rows the tree is to be fast for (1)")
     parser.add_argument("--nodes", type=positive, metavar="N", help="size of the tree; default: the fastest here")
@@ -59,32 +59,36 @@ def run(arguments: argparse.Namespace) -> int:
 
     if not arguments.temperature >= 0:
         raise UserError(f"is {arguments.temperature}", where="--temperature", remedy="0 means greedy")
-    recipe = _recipe(arguments)
+    recipe, config = _source(arguments)
     if recipe is None and arguments.kind != "skip":
-        raise UserError(f"is no run, and {arguments.kind} measures a draft", where=arguments.source)
+        raise UserError(
+            f"is no run, and {arguments.kind} measures a trained draft",
+            where=arguments.source,
+            remedy="give a run's folder, or the recipe that it was trained from",
+        )
 
     from drafttrain.bench.calibrate import CalibrationOptions, calibrate, calibration_requests
     from drafttrain.drafters.saving import check_target, find_draft, load_draft
     from drafttrain.engine.calibration_file import write_calibration
     from drafttrain.engine.tree import MAX_NODES
-    from drafttrain.targets.config import TargetConfig
     from drafttrain.targets.load import load_target
 
     if arguments.nodes is not None and arguments.nodes > MAX_NODES:
         raise UserError(f"is {arguments.nodes}", where="--nodes", remedy=f"a tree has at most {MAX_NODES}")
     console = Console(highlight=False)
-    folder = None if arguments.kind == "skip" else find_draft(arguments.source)
-    out = arguments.out or (Path(arguments.source) if recipe is not None else Path()) / f"{arguments.kind}.json"
+    home = _home(arguments.source, recipe)
+    folder = None if arguments.kind == "skip" else find_draft(home)
+    out = arguments.out or home / f"{arguments.kind}.json"
     if not out.parent.is_dir():
         raise UserError("there is no such folder", where=out.parent, remedy="give another place by --out")
-    target = load_target(TargetConfig(model=arguments.source) if recipe is None else recipe.target)
+    target = load_target(config)
     drafter = None
     if folder is not None:
         drafter, meta = load_draft(folder, target.device, target.dtype)
         check_target(meta, target.identity.to_dict(), where=folder)
         drafter.bind(target.embedding_weight, target.head())
     kwargs = None if recipe is None else recipe.data.template_kwargs
-    requests = calibration_requests(target, arguments.prompts, arguments.limit, arguments.max_new_tokens, kwargs)
+    requests = calibration_requests(target, arguments.prompts, arguments.count, arguments.max_new_tokens, kwargs)
     options = CalibrationOptions(
         temperature=arguments.temperature,
         batch=arguments.batch,
@@ -101,17 +105,22 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _recipe(arguments: argparse.Namespace) -> Recipe | None:
-    """Of a run or a recipe; None of a model, which may be a folder too."""
-    from drafttrain.errors import UserError
-    from drafttrain.recipe.load import RESOLVED, load_recipe
+def _source(arguments: argparse.Namespace) -> tuple[Recipe | None, TargetConfig]:
+    """The recipe of a run, or None of a model, which may be a folder too; and the target, overrides applied."""
+    from drafttrain.recipe.load import RESOLVED, load_recipe, load_target_config
 
     source = Path(arguments.source)
     if source.suffix in (".yaml", ".yml") or (source / RESOLVED).is_file():
-        return load_recipe(source, arguments.overrides)
-    if arguments.overrides:
-        raise UserError(f"{arguments.overrides[0]} overrides a recipe, and {source} is none")
-    return None
+        recipe = load_recipe(source, arguments.overrides)
+        return recipe, recipe.target
+    return None, load_target_config(arguments.source, arguments.overrides)
+
+
+def _home(source: str, recipe: Recipe | None) -> Path:
+    """The run's folder: as given, or where its recipe puts it. Of a bare model: here."""
+    if recipe is None:
+        return Path()
+    return Path(source) if Path(source).is_dir() else Path(recipe.run_folder)
 
 
 def _summary(found: TreeFile | SkipFile) -> str:

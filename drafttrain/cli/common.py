@@ -30,6 +30,14 @@ def positive(text: str) -> int:
     return value
 
 
+def add_prompts(parser: argparse.ArgumentParser, default: str = EVAL_PROMPTS) -> None:
+    """`--prompts FILE --count N`, the same in every command that measures on a few prompts."""
+    parser.add_argument("--prompts", default=default, metavar="FILE", help=f"default: {default}")
+    parser.add_argument(
+        "--count", type=positive, default=8, metavar="N", help="how many of them, spread over the file's categories (8)"
+    )
+
+
 def add_recipe(parser: argparse.ArgumentParser) -> None:
     """`RECIPE [key=value ...]`."""
     parser.add_argument("recipe", help="a YAML file, a shipped recipe, or a run's folder")

@@ -7,13 +7,14 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from drafttrain.cli.common import EVAL_PROMPTS, Subparsers, first_turns, positive
+from drafttrain.cli.common import Subparsers, add_prompts, first_turns, positive
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from drafttrain.export.doctor.case import Case
     from drafttrain.export.doctor.diagnose import Trial
+    from drafttrain.export.doctor.draft import RawDraft
     from drafttrain.export.doctor.finding import Finding
     from drafttrain.export.doctor.report import Report
     from drafttrain.export.prove.server import Counters
@@ -33,10 +34,10 @@ def register(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
     parser = subparsers.add_parser(
         "doctor",
         help="find what is wrong with a draft: ours or anyone's, as a server will load it",
-        description="Examine a draft's folder in any layout (drafttrain, EAGLE, SpecForge, speculators, Medusa). First "
-        "the files: config, shapes and values, and how they fit the target and the engine. Then a trial: target and "
-        "draft run on a few prompts; what is accepted is compared with the draft's claim, and other readings of the "
-        "folder (shifted layer ids, another rotary base or vocabulary map, ...) are tried for one that accepts more.",
+        description="Examine a draft's folder in any layout (drafttrain, EAGLE, SpecForge, speculators, Medusa, GGUF). "
+        "First the files: config, shapes and values, and how they fit the target and the engine. Then a trial: target "
+        "and draft run on a few prompts; what is accepted is compared with the draft's claim, and other readings of "
+        "the folder (shifted layer ids, another rotary base or vocabulary map, ...) are tried for one that is better.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -44,8 +45,7 @@ def register(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
     parser.add_argument("--target", required=True, metavar="MODEL", help="the model that it is to draft for")
     parser.add_argument("--engine", choices=["vllm", "sglang"], default="vllm", help="that is to serve it (vllm)")
     parser.add_argument("--static", action="store_true", help="the files alone: no trial, no weights of the target")
-    parser.add_argument("--prompts", type=positive, default=8, metavar="N", help="of the trial (8)")
-    parser.add_argument("--source", default=EVAL_PROMPTS, metavar="FILE", help=f"of prompts; default: {EVAL_PROMPTS}")
+    add_prompts(parser)
     parser.add_argument("--max-new-tokens", type=positive, default=64, metavar="N", help="of an answer (64)")
     parser.add_argument("--k", type=positive, default=4, metavar="K", help="draft tokens a round (4)")
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="of the trial; default: bfloat16")
@@ -62,7 +62,6 @@ def run(arguments: argparse.Namespace) -> int:
     from drafttrain.errors import UserError
     from drafttrain.export.doctor.case import Case
     from drafttrain.export.doctor.diagnose import RULES
-    from drafttrain.export.doctor.draft import open_draft
     from drafttrain.export.doctor.registry import check_ignored, lint
     from drafttrain.export.doctor.report import Report
     from drafttrain.export.doctor.target import read_target
@@ -74,10 +73,10 @@ def run(arguments: argparse.Namespace) -> int:
     check_ignored(ignored, RULES)
     if arguments.fix is not None and arguments.fix.exists():
         raise UserError("already exists", where=arguments.fix, remedy="give --fix another folder, or remove this one")
-    draft = open_draft(arguments.draft)
     config = TargetConfig(model=arguments.target, dtype=arguments.dtype or "bfloat16")
-    case = Case(draft, read_target(config), arguments.engine, read_sidecar(arguments.draft))
-    report = Report(arguments.draft, arguments.target, arguments.engine, draft.family, lint(case, ignored))
+    draft, engine = _open(arguments, config)
+    case = Case(draft, read_target(config), engine, read_sidecar(arguments.draft))
+    report = Report(arguments.draft, arguments.target, engine, draft.family, lint(case, ignored))
     if not arguments.static and can_try(case, report.findings):
         _try(arguments, console, case, report, config, ignored)
     if arguments.fix is not None:
@@ -87,6 +86,23 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         _show(console, report)
     return report.status
+
+
+def _open(arguments: argparse.Namespace, config: TargetConfig) -> tuple[RawDraft, str]:
+    """The draft, and the engine that is to serve it: llama.cpp for a GGUF file, whatever was asked for."""
+    from drafttrain.errors import UserError
+    from drafttrain.export.doctor.draft import open_draft
+    from drafttrain.export.doctor.gguf import ENGINE, holds_gguf, open_gguf
+
+    if not holds_gguf(arguments.draft):
+        return open_draft(arguments.draft), arguments.engine
+    if arguments.fix is not None:
+        raise UserError(
+            "a GGUF file is not mended",
+            where=arguments.draft,
+            remedy="mend the checkpoint that it was made from with --fix, and make the file again",
+        )
+    return open_gguf(arguments.draft, config), ENGINE
 
 
 def can_try(case: Case, findings: list[Finding]) -> bool:
@@ -113,7 +129,7 @@ def _try(
             case,
             report.findings,
             target,
-            first_turns(target, arguments.source, arguments.prompts),
+            first_turns(target, arguments.prompts, arguments.count),
             k=arguments.k,
             max_new_tokens=arguments.max_new_tokens,
             stop_ids=target.stop_ids,

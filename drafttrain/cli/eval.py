@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from drafttrain.recipe.schema import Recipe
+
 _EPILOG = """examples:
   drafttrain eval runs/quickstart --suite eval/suites/core.yaml
   drafttrain eval runs/quickstart --suite eval/suites/core.yaml limit=16 temperatures=[0.0]
@@ -101,10 +103,10 @@ def _evaluate(arguments: argparse.Namespace, run: str, suite_file: str, override
     of_suite, of_target = split_overrides(overrides)
     suite = load_suite(suite_file, of_suite)
     # A mistyped run must be refused before a folder of its name is made.
-    load_recipe(run, of_target)
+    recipe = load_recipe(run, of_target)
     if suite.uses_run:
         find_draft(run)
-    folder = arguments.out or _default_out(Path(run), suite.name)
+    folder = arguments.out or _default_out(run, recipe, suite.name)
     _make(folder)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with (
@@ -139,10 +141,9 @@ def _evaluate(arguments: argparse.Namespace, run: str, suite_file: str, override
     return 0
 
 
-def _default_out(run: Path, suite: str) -> Path:
-    """Beside the run, or below runs/ for a recipe that was not trained."""
-    folder = run if run.is_dir() else Path("runs") / run.stem
-    return folder / "eval" / suite
+def _default_out(run: str, recipe: Recipe, suite: str) -> Path:
+    """In the run's folder: as given, or where its recipe puts it."""
+    return (Path(run) if Path(run).is_dir() else Path(recipe.run_folder)) / "eval" / suite
 
 
 def _make(folder: Path) -> None:

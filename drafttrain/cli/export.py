@@ -19,7 +19,8 @@ def register(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
         help="write the draft in the form that a serving engine loads",
         description="Write a folder for each engine: safetensors, config.json, and a README.md with how the draft was "
         "trained, what it was measured at and the command that serves it. What is written is read back and compared. "
-        "An option that an engine lacks is refused by name. The target's weights are not read.",
+        "An option that an engine lacks is refused by name. The target's weights are not read, but for its output head "
+        "where Medusa heads read that one.",
     )
     parser.add_argument("folder", metavar="RUN", help="a run's folder (its best draft is taken), or a draft's folder")
     parser.add_argument("--to", required=True, metavar="ENGINE[,ENGINE]", help=_ENGINES)
@@ -27,6 +28,9 @@ def register(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
     parser.add_argument("--k", type=positive, metavar="K", help="draft tokens a round in the serving command")
     parser.add_argument(
         "--dtype", choices=["float32", "bfloat16", "float16"], help="of the weights; default: the target's"
+    )
+    parser.add_argument(
+        "--overwrite", action="store_true", help="replace exports that are there, each once the new one is whole"
     )
     parser.set_defaults(run=run)
 
@@ -42,7 +46,10 @@ def run(arguments: argparse.Namespace) -> int:
     console = Console(soft_wrap=True, highlight=False)
     engines = [name.strip() for name in arguments.to.split(",") if name.strip()]
     dtype = None if arguments.dtype is None else getattr(torch, arguments.dtype)
-    for written in export_draft(arguments.folder, engines, arguments.out, k=arguments.k, dtype=dtype):
+    done = export_draft(
+        arguments.folder, engines, arguments.out, k=arguments.k, dtype=dtype, overwrite=arguments.overwrite
+    )
+    for written in done:
         console.print(f"[bold]{written.engine}[/bold]: {written.folder} ({written.nbytes / 2**20:.1f} MiB, read back)")
         for note in written.notes:
             console.print(f"  {note}", markup=False)

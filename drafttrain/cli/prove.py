@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from drafttrain.cli.common import EVAL_PROMPTS, Subparsers, first_turns, positive
+from drafttrain.cli.common import Subparsers, add_prompts, first_turns, positive
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -22,7 +22,7 @@ Exit status: 0 proven, 1 not proven, 2 could not be tried.
 
 examples:
   drafttrain prove runs/smollm2-eagle3/export/vllm
-  drafttrain prove runs/smollm2-eagle3/export/vllm --dtype float32 --limit 16
+  drafttrain prove runs/smollm2-eagle3/export/vllm --dtype float32 --count 16
   drafttrain prove /models/draft-vllm --run runs/mine --target /models/target
 """
 
@@ -45,10 +45,7 @@ def register(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
     )
     parser.add_argument("--target", metavar="MODEL", help="default: the one in the run's recipe")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], help="of target and draft; default: the recipe's")
-    parser.add_argument(
-        "--prompts", default=EVAL_PROMPTS, metavar="SOURCE", help=f"a prompt file; default: {EVAL_PROMPTS}"
-    )
-    parser.add_argument("--limit", type=positive, default=8, metavar="N", help="prompts, over all categories (8)")
+    add_prompts(parser)
     parser.add_argument("--max-new-tokens", type=positive, default=64, metavar="N", help="of an answer (64)")
     parser.add_argument("--k", type=positive, metavar="K", help="draft tokens a round; default: as in the recipe, or 4")
     parser.add_argument("--out", type=Path, metavar="FILE", help=f"default: EXPORT/{RESULT}")
@@ -65,13 +62,17 @@ def run(arguments: argparse.Namespace) -> int:
     from drafttrain.export.write import draft_tokens
     from drafttrain.files import write_json
     from drafttrain.recipe.load import RESOLVED, load_recipe
+    from drafttrain.targets.config import TargetConfig
     from drafttrain.targets.load import load_target
 
     console = Console(soft_wrap=True, highlight=False)
     source = find_run(arguments.export, arguments.source)
-    ir = check_export(arguments.export, source)
     holder = next((folder for folder in (source, source.parent) if (folder / RESOLVED).is_file()), None)
     recipe = None if holder is None else load_recipe(holder)
+    named = None if recipe is None else recipe.target
+    ir = check_export(
+        arguments.export, source, TargetConfig(model=arguments.target) if arguments.target is not None else named
+    )
     k = draft_tokens(ir, arguments.k, None if recipe is None else recipe.evaluation.k)
     config = _target_config(arguments, recipe, str(ir.target.get("name")), str(ir.dtype).removeprefix("torch."))
     place = server_target(config)
@@ -83,11 +84,12 @@ def run(arguments: argparse.Namespace) -> int:
     draft = find_draft(source)
     check_target(read_meta(draft), target.identity.to_dict(), where=draft)
     kwargs = {} if recipe is None else recipe.data.template_kwargs
-    prompts = first_turns(target, arguments.prompts, arguments.limit, kwargs)
+    prompts = first_turns(target, arguments.prompts, arguments.count, kwargs)
     console.print(
         f"{len(prompts)} prompts, up to {arguments.max_new_tokens} tokens each, in the bundled engine and in vLLM"
     )
     proof = prove_export(
+        ir,
         arguments.export,
         source,
         target,

@@ -21,9 +21,7 @@ def register(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
     parser.add_argument("--base-model", metavar="NAME", help="the target's name on the hub, in place of its path here")
     parser.add_argument("--private", action="store_true", help="make the repository private, if it is made")
     parser.add_argument("--dry-run", action="store_true", help="print exactly what would be sent, and send nothing")
-    parser.add_argument(
-        "--force", action="store_true", help="in spite of the doctor's errors and of paths, not of secrets"
-    )
+    parser.add_argument("--force", action="store_true", help="in spite of all that is refused but secrets")
     parser.set_defaults(run=run)
 
 

@@ -33,7 +33,8 @@ class Forecast:
         conditional: P(depth i accepted | depth i-1 accepted), depths from 1; None where never reached.
         unconditional: P(depth i accepted) over all rounds: the product of the conditional ones up to i.
         length: expected tokens a round, the target's own included: 1 + sum of `unconditional`.
-        length_interval: 95 %, where it was measured for this very `k`.
+        length_interval: 95 % of `length`, by the same estimator, over resampled requests. tau is another one: it is
+            less where answers end soon, since the engine drafts and counts no further than their end.
         rate: expected accepted / proposed tokens.
         speedups: where they were measured.
     """
@@ -81,11 +82,10 @@ def forecast(rows: Sequence[Measurement], in_training: Mapping[str, Any] | None,
     best = min(rows, key=lambda row: (row.temperature != 0.0, row.k < k, abs(row.k - k), row.batch), default=None)
     if best is not None:
         source = f"suite {best.suite}, T={best.temperature:g}, K={best.k}, batch {best.batch}, {best.date[:10]}"
-        interval = best.tau_ci if best.k == k else None
-        return _of(best.alpha, best.per_position, k, source, interval, _speedups(rows, best))
+        return _of(best.alpha, best.per_position, k, source, best.chain_ci, _speedups(rows, best))
     if in_training is not None and in_training.get("alpha"):
         source = f"held-out prompts while training, T=0, K={in_training['k']}: like those it was trained on"
-        return _of(in_training["alpha"], None, k, source, None, [])
+        return _of(in_training["alpha"], None, k, source, [], [])
     return None
 
 
@@ -94,7 +94,7 @@ def _of(
     measured: Sequence[float | None] | None,
     k: int,
     source: str,
-    interval: tuple[float, float] | None,
+    intervals: Sequence[tuple[float, float]],
     speedups: list[SpeedUp],
 ) -> Forecast | None:
     """From the conditional rates, or the measured unconditional ones where only those are known."""
@@ -106,6 +106,7 @@ def _of(
         return None
     depths = len(products)
     total = sum(products)
+    interval = intervals[depths - 1] if depths <= len(intervals) else None
     return Forecast(source, depths, conditional, products, 1 + total, interval, total / depths, speedups)
 
 

@@ -45,6 +45,8 @@ class DraftIR:
         heads: Medusa heads, else 1.
         norms: switches of EAGLE drafts.
         bias: EAGLE-1's fc, or Medusa's residual blocks, have biases.
+        target_head: a copy of the target's output head [V, H], for engines to which a draft must bring it; no part of
+            the draft. See `export.target_head`.
         lm_config: the Hugging Face config of a draft LM, in JSON form, else None.
         depth: steps that were trained; more can be drafted with all families but Medusa.
         target: identity of the target, in JSON form.
@@ -64,6 +66,7 @@ class DraftIR:
     target: dict[str, Any]
     provenance: dict[str, Any] = field(default_factory=dict)
     bias: bool = False
+    target_head: Tensor | None = None
 
     @property
     def sizes(self) -> DraftArch:
@@ -78,8 +81,9 @@ class DraftIR:
 
     @property
     def nbytes(self) -> int:
-        """Size of the tensors."""
-        return sum(tensor.nbytes for tensor in self.tensors.values())
+        """Size of the tensors, that of a copied head included."""
+        head = 0 if self.target_head is None else self.target_head.nbytes
+        return head + sum(tensor.nbytes for tensor in self.tensors.values())
 
 
 def read_ir(run: str | Path, dtype: torch.dtype | None = None) -> DraftIR:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,8 @@ class Measurement:
         k, temperature, batch: the setting.
         tau, tau_ci: acceptance length, bonus token included, and its 95 % interval.
         alpha: P(depth i accepted | depth i-1 accepted).
+        chain_ci: 95 % intervals of tokens a round with 1, 2, ... draft tokens, every round drafting them all; [] where
+            they were not measured.
         per_position: P(depth i accepted), unconditional: what vLLM's counters give.
         acceptance_rate: accepted / proposed.
         speedup, speedup_ci: over the same engine without drafting, or None.
@@ -37,6 +39,7 @@ class Measurement:
     speedup_ci: tuple[float, float] | None
     hardware: str
     date: str
+    chain_ci: list[tuple[float, float]] = field(default_factory=list)
 
 
 def measurements(run: Path, recipe: str) -> list[Measurement]:
@@ -66,6 +69,7 @@ def _row(result: dict[str, Any], row: dict[str, Any]) -> Measurement:
         speedup_ci=_interval(speed.get("speedup_ci")),
         hardware=result["hardware"],
         date=result["date"],
+        chain_ci=[(float(low), float(high)) for low, high in acceptance.get("chain_ci", [])],
     )
 
 

@@ -44,6 +44,13 @@ def _eagle3(ir: DraftIR) -> Layout:
             "it names the norms of layers beyond the first otherwise",
             "train one layer, or export it --to vllm",
         )
+    if len(ir.taps) == 1:
+        raise refuse(
+            "sglang",
+            f"drafter.taps {ir.taps[0]}",
+            "states as wide as an embedding go past fc, in silence",
+            "train on two states or more, or export it --to vllm",
+        )
     keys, notes = tap_keys(ir, "sglang")
     if keys:
         notes.append("SGLang counts otherwise for DeepSeek and gpt-oss targets: for those, train on the default taps")

@@ -102,7 +102,9 @@ def _medusa_shapes(config: Mapping[str, Any]) -> Shapes:
     shapes: Shapes = {f"blocks.{i}.layers.{j}.weight": (h, h) for i in heads for j in layers}
     if config.get("medusa_fc_bias"):
         shapes |= {f"blocks.{i}.layers.{j}.bias": (h,) for i in heads for j in layers}
-    return shapes | {f"lm_heads.{i}.weight": (v, h) for i in heads}
+    # One head that stands for all is stored as the first.
+    own = range(1) if config.get("original_lm_head") else heads
+    return shapes | {f"lm_heads.{i}.weight": (v, h) for i in own}
 
 
 def _lm_shapes(config: Mapping[str, Any]) -> Shapes:

@@ -11,6 +11,7 @@ from drafttrain.export.ir import DraftIR
 from drafttrain.export.layout import Engine, Layout, named_like, refuse
 from drafttrain.export.llama import check_eagle3, eagle1_tensors, eagle3_options, eagle3_tensors, llama_config
 from drafttrain.export.tap_ids import tap_keys
+from drafttrain.export.target_head import NAME, reads_target_head
 
 METHODS = {"eagle3": "eagle3", "eagle1": "eagle", "medusa": "medusa", "draft_lm": "draft_model"}
 """Family -> the method of `--speculative-config`. Without it vLLM guesses from the path."""
@@ -50,13 +51,18 @@ def _eagle1(ir: DraftIR) -> Layout:
 
 def _medusa(ir: DraftIR) -> Layout:
     arch = ir.sizes
-    if not any(name.startswith("lm_heads.") for name in ir.tensors):
-        raise refuse(
-            "vllm",
-            "drafter.head target",
-            "a Medusa checkpoint must bring its heads, and this draft reads the target's, which it does not hold",
-            "train with drafter.head=own",
-        )
+    tensors, notes = ir.tensors, []
+    shared = reads_target_head(ir)
+    if shared:
+        if ir.target_head is None:
+            raise refuse(
+                "vllm",
+                "drafter.head target",
+                "a Medusa checkpoint must bring its heads, and this draft reads the target's, which is not at hand",
+                "give the target's checkpoint, or train with drafter.head=own",
+            )
+        tensors = {**tensors, NAME: ir.target_head}
+        notes.append(f"{NAME}: a copy of the target's head, which all heads read (original_lm_head)")
     # No key with "heads" or "layers" but these two: vLLM takes every such key for one of them.
     config = {
         "architectures": ["MedusaModel"],
@@ -67,12 +73,12 @@ def _medusa(ir: DraftIR) -> Layout:
         "truncated_vocab_size": arch.vocab_size,
         "num_heads": ir.heads,
         "num_hidden_layers": ir.layers,
-        "original_lm_head": False,
+        "original_lm_head": shared,
         "medusa_fc_bias": ir.bias,
         "max_position_embeddings": arch.max_position_embeddings,
         "tie_word_embeddings": False,
     }
-    return Layout(config=config, tensors=named_like(ir.tensors, {}))
+    return Layout(config=config, tensors=named_like(tensors, {}), notes=notes)
 
 
 def vllm_command(ir: DraftIR, folder: Path, target: str, k: int) -> str:

@@ -20,9 +20,10 @@ from drafttrain.export.ir import DraftIR, ExportError, read_ir
 from drafttrain.export.layout import Engine, Layout
 from drafttrain.export.measured import measurements, while_training
 from drafttrain.export.sglang import SGLANG
-from drafttrain.export.sidecar import SIDECAR, sidecar
+from drafttrain.export.sidecar import SIDECAR, read_sidecar, sidecar
 from drafttrain.export.speculators import SPECULATORS
 from drafttrain.export.stream import write_safetensors
+from drafttrain.export.target_head import target_of, with_target_head
 from drafttrain.export.trtllm import TRTLLM
 from drafttrain.export.verify import CONFIG, WEIGHTS, verify_export
 from drafttrain.export.vllm import VLLM
@@ -64,8 +65,9 @@ def export_draft(
     *,
     k: int | None = None,
     dtype: torch.dtype | None = None,
+    overwrite: bool = False,
 ) -> list[Exported]:
-    """Write a folder for each engine. The target's weights are never read.
+    """Write a folder for each engine. The target's weights are not read, but for one tensor: see `target_head`.
 
     Args:
         run: a run's folder, or a saved draft.
@@ -74,10 +76,11 @@ def export_draft(
         k: draft tokens a round in the serving command; default: what the run measured with.
         dtype: of the weights; default: the target's where the run's recipe is there, else as stored. Engines
             run a draft in the target's dtype whatever is stored.
+        overwrite: replace exports that are there. Each stays until the new one is whole.
 
     Raises:
-        ExportError: an unknown engine or version, an option that it lacks, an output folder that exists. Nothing is
-            written then.
+        ExportError: an unknown engine or version, an option that it lacks, an output folder that exists and is not to
+            be replaced, or is no export. Nothing is written then.
         CheckpointError: no finished draft, or a damaged one.
     """
     chosen = [_engine(name) for name in dict.fromkeys(engines)]
@@ -89,12 +92,13 @@ def export_draft(
     if dtype is None and recipe is not None:
         dtype = getattr(torch, recipe.target.dtype)
     ir = read_ir(draft, dtype)
+    if VLLM in chosen:
+        ir = with_target_head(ir, recipe.target if recipe is not None else target_of(ir))
     k = draft_tokens(ir, k, recipe.evaluation.k if recipe is not None else None)
     base = Path(out) if out is not None else source / "export"
     folders = [base / engine.name for engine in chosen]
     for folder in folders:
-        if folder.exists():
-            raise ExportError("already exists", where=folder, remedy="give another --out, or remove this folder")
+        _check_place(folder, overwrite)
     target = _target_name(ir)
     layouts = [
         engine.complete(ir, engine.layout(ir), folder, target, k)
@@ -119,7 +123,7 @@ def export_draft(
         write = engine.write or _write_checkpoint
         texts = {**layout.files, CARD: card}
         try:
-            with atomic_folder(folder) as partial:
+            with atomic_folder(folder, replace=overwrite) as partial:
                 write(partial, ir, layout, folder)
                 write_json(partial / SIDECAR, sidecar(ir, engine, expected))
                 for name, text in texts.items():
@@ -132,6 +136,20 @@ def export_draft(
             _log.info("%s: %s", engine.name, note)
         written.append(Exported(engine.name, folder, layout.notes, command, ir.nbytes, expected))
     return written
+
+
+def _check_place(folder: Path, overwrite: bool) -> None:
+    """Refuse what must not be replaced."""
+    if not folder.exists():
+        return
+    if not overwrite:
+        raise ExportError("already exists", where=folder, remedy="give another --out, or --overwrite to replace it")
+    if folder.is_symlink() or not folder.is_dir() or read_sidecar(folder) is None:
+        raise ExportError(
+            f"is no folder that `drafttrain export` wrote (it holds no {SIDECAR}): not replaced",
+            where=folder,
+            remedy="give another --out, or remove it yourself",
+        )
 
 
 def _engine(text: str) -> Engine:

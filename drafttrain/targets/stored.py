@@ -2,19 +2,59 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from drafttrain.errors import TargetError
 from drafttrain.targets.config import TargetConfig
-from drafttrain.targets.load import weight_files
+from drafttrain.targets.load import load_text_config, weight_files
 
 EMBEDDING = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "tok_embeddings.weight")
 HEAD = ("lm_head.weight", "embed_out.weight")
 _ROWS = 8192
+_PLAIN = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+
+
+def head_names(config: TargetConfig) -> tuple[str, ...]:
+    """Endings of the name under which a target stores its output head: a tied one is the embedding."""
+    return EMBEDDING if load_text_config(config).tie_word_embeddings else HEAD
+
+
+def read_head(config: TargetConfig, dtype: torch.dtype) -> Tensor:
+    """A target's output head [V, H] in `dtype`, on the CPU. No other tensor is read, and it is not in memory twice.
+
+    Raises:
+        TargetError: no head in safetensors, one that is quantised, or one with a bias, which this tensor alone is not.
+    """
+    names = head_names(config)
+    remedy = "give it as an unquantised checkpoint in safetensors"
+    for name in names:
+        for path in weight_files(config):
+            if path.suffix != ".safetensors":
+                continue
+            with safe_open(path, framework="pt") as file:
+                found = _ending(file.keys(), name)
+                if found is None:
+                    continue
+                if _ending(file.keys(), name.replace("weight", "bias")) is not None:
+                    raise TargetError("its output head has a bias", where=config.model)
+                stored = file.get_slice(found)
+                rows, width = stored.get_shape()
+                if stored[:1].dtype not in _PLAIN:
+                    raise TargetError(f"its output head {found} is quantised", where=config.model, remedy=remedy)
+                head = torch.empty(rows, width, dtype=dtype)
+                for start in range(0, rows, _ROWS):
+                    head[start : start + _ROWS] = stored[start : start + _ROWS]
+                return head
+    raise TargetError(f"no output head ({', '.join(names)}) in safetensors", where=config.model, remedy=remedy)
+
+
+def _ending(keys: Iterable[str], ending: str) -> str | None:
+    return next((key for key in keys if key == ending or key.endswith("." + ending)), None)
 
 
 def equals_stored(config: TargetConfig, names: Sequence[str], tensor: Tensor) -> bool | None:
@@ -36,7 +76,7 @@ def equals_stored(config: TargetConfig, names: Sequence[str], tensor: Tensor) ->
 
 def _compare(path: Path, ending: str, tensor: Tensor) -> bool | None:
     with safe_open(path, framework="pt") as file:
-        name = next((key for key in file.keys() if key == ending or key.endswith("." + ending)), None)  # noqa: SIM118
+        name = _ending(file.keys(), ending)
         if name is None:
             return None
         stored = file.get_slice(name)

@@ -321,7 +321,7 @@ def test_calibrated_and_untrained_drafts(home: Path, tmp_path: Path) -> None:
     """What `calibrate` writes is what a suite reads; every way of drafting gives the baseline's greedy output."""
 
     run, prompts = str(home / "runs" / "tiny-eagle3"), str(home / "prompts.jsonl")
-    small = ("--prompts", prompts, "--limit", "3", "--max-new-tokens", "12")
+    small = ("--prompts", prompts, "--count", "3", "--max-new-tokens", "12")
     skip, tree = tmp_path / "skip.json", tmp_path / "tree.json"
     assert main(["calibrate", run, "--kind", "skip", *small, "--evaluations", "20", "--out", str(skip)]) == 0
     assert (
@@ -329,6 +329,16 @@ def test_calibrated_and_untrained_drafts(home: Path, tmp_path: Path) -> None:
     )
     assert main(["calibrate", run, "--kind", "medusa-tree", *small, "--out", str(tree)]) == 2
     assert main(["calibrate", str(home / "target"), "--kind", "sequoia", *small]) == 2
+    bare = ("--kind", "skip", *small, "--evaluations", "5", "--out", str(tmp_path / "bare.json"))
+    assert main(["calibrate", str(home / "target"), "target.dtype=float32", *bare]) == 0
+    assert main(["calibrate", str(home / "target"), "data.seed=1", *bare]) == 2
+    # A recipe means the run that it describes.
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text((home / "runs" / "tiny-eagle3" / "recipe.yaml").read_text("utf-8"), "utf-8")
+    words = [str(recipe), f"output_dir={run}", "--kind", "sequoia", *small, "--nodes", "3", "--depth", "2"]
+    assert main(["calibrate", *words]) == 0
+    assert (home / "runs" / "tiny-eagle3" / "sequoia.json").is_file()
+    assert main(["calibrate", str(recipe), f"output_dir={tmp_path / 'none'}", "--kind", "sequoia", *small]) == 2
     drafts = (
         "drafts=[suffix, {router: [suffix, run]}, {early_exit: 2}, "
         "{cascade: [ngram, {early_exit: 1}, {early_exit: 3}]}, "

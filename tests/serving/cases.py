@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +16,9 @@ from drafttrain.engine.generation import TargetGenerator
 from drafttrain.export.write import export_draft
 from drafttrain.modeling.causal_lm import CausalLM
 from drafttrain.modeling.vocab_map import VocabMap
+from drafttrain.targets.config import TargetConfig
+from drafttrain.targets.identity import weights_fingerprint
+from drafttrain.targets.load import weight_files
 from tests.draft_support import packed
 from tests.support import tiny_hf
 
@@ -38,11 +40,11 @@ class Tiny:
         """As a run writes it into a draft."""
         return {
             "name": str(self.folder),
-            "weights_hash": "w" * 64,
+            "weights_hash": weights_fingerprint(weight_files(TargetConfig(model=str(self.folder)))),
             "tokenizer_hash": "t" * 64,
-            "vocab_size": VOCAB,
+            "vocab_size": self.target.vocab_size,
             "hidden_size": self.target.hidden_size,
-            "n_layers": LAYERS,
+            "n_layers": self.target.n_layers,
         }
 
 
@@ -77,21 +79,35 @@ def tiny(folder: Path, **changes: object) -> Tiny:
     return Tiny(target, folder, prompts, documents)
 
 
-def fitted(config: DrafterConfig, tiny: Tiny, steps: int, vocab_map: VocabMap | None = None) -> Drafter:
-    """A draft after a few steps on the target's own answers. Its weights are spread first, norms included."""
+def fitted(
+    config: DrafterConfig,
+    tiny: Tiny,
+    steps: int,
+    vocab_map: VocabMap | None = None,
+    *,
+    lr: float = 3e-3,
+    spread: bool = True,
+    length: int = 64,
+) -> Drafter:
+    """A draft after a few steps on the target's own answers.
+
+    Args:
+        spread: the weights first, norms included, so that every part of a draft that is hardly trained matters.
+        length: of the rows, at least that of the longest document.
+    """
     torch.manual_seed(0)
     draft = build_drafter(config, tiny.target.config, vocab_map)
     init_from_target(draft, tiny.target)
     if steps == 0:
         return draft.eval()
     with torch.no_grad():
-        for name, weight in draft.named_parameters():
+        for name, weight in draft.named_parameters() if spread else ():
             if weight.dim() == 1:
                 weight.add_(0.2 * torch.randn_like(weight))
             elif "lm_head" not in name and "embed" not in name and draft.family != "draft_lm":
                 weight.add_(0.05 * torch.randn_like(weight))
-    batch = packed(tiny.target, [[ids] for ids in tiny.documents], draft.feature_spec.taps, length=64)
-    optimiser = torch.optim.AdamW([p for p in draft.parameters() if p.requires_grad], lr=3e-3)
+    batch = packed(tiny.target, [[ids] for ids in tiny.documents], draft.feature_spec.taps, length=length)
+    optimiser = torch.optim.AdamW([p for p in draft.parameters() if p.requires_grad], lr=lr)
     for _ in range(steps):
         loss = torch.zeros(())
         for out in draft.unroll(batch, min(draft.max_depth, K)):
@@ -110,30 +126,3 @@ def exported(draft: Drafter, tiny: Tiny, run: Path, engine: str = "vllm") -> Pat
     save_draft(run / "draft", draft, target=tiny.identity)
     (written,) = export_draft(run, [engine], k=K)
     return written.folder
-
-
-def successor(folder: Path, misses: Callable[[int], bool] | None = None) -> CausalLM:
-    """A Llama that says x + 1 after x, wrapping around. Where `misses` holds for x it says x + 2.
-
-    Its blocks are silent: the embedding is one-hot, and the head's rows are the embedding's, moved.
-    """
-    hf = tiny_hf(
-        "llama",
-        vocab_size=64,
-        hidden_size=64,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=256,
-    )
-    with torch.no_grad():
-        for name, weight in hf.named_parameters():
-            if name.endswith(("o_proj.weight", "down_proj.weight")):
-                weight.zero_()
-        hf.get_input_embeddings().weight.copy_(torch.eye(64))
-        following = [(x + (2 if misses is not None and misses(x) else 1)) % 64 for x in range(64)]
-        head = torch.zeros(64, 64)
-        head[following, torch.arange(64)] = 1.0
-        hf.get_output_embeddings().weight.copy_(head)
-    hf.save_pretrained(folder)
-    return CausalLM(hf).requires_grad_(False).eval()

@@ -164,7 +164,7 @@ def _judge(trial: Trial) -> None:
                 f"the first draft token is accepted in {first:.1%} of {counters.drafts} rounds, the draft claims "
                 f"{wanted:.1%} ({claim['source']})",
                 "either these prompts are harder than those of the claim, or a part of the draft is read wrongly",
-                "try the prompts of the claim with --source; see the readings that were tried",
+                "try the prompts of the claim with --prompts; see the readings that were tried",
             )
             trial.findings.append(replace(found, rule="below-claim"))
 

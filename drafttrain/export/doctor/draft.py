@@ -139,9 +139,9 @@ def open_draft(folder: str | Path) -> RawDraft:
         )
     if not (path / CONFIG).exists() and any(path.glob("*.gguf")):
         raise UserError(
-            "holds a GGUF file, which the doctor does not read",
+            "holds a GGUF file, whose tokens must be compared with the target's",
             where=path,
-            remedy="give the checkpoint that it was made from; llama.cpp checks a GGUF file when it loads it",
+            remedy="use `drafttrain doctor`, which reads such a file with its target",
         )
     config: dict[str, Any] = {}
     problems: list[str] = []

@@ -16,7 +16,7 @@ from drafttrain.export.foreign.target import Target
 from drafttrain.export.ir import DraftIR, Norms
 from drafttrain.modeling.taps import Tap
 from drafttrain.modeling.vocab_map import VocabMap, looks_absolute
-from drafttrain.targets.stored import HEAD
+from drafttrain.targets.stored import head_names
 
 _PREFIXES = ("draft_model.", "module.")
 _LATER = re.compile(r"^(?:layers|midlayer)\.([1-9]\d*)\.(.*)$")
@@ -78,7 +78,7 @@ def read_eagle1(checkpoint: Checkpoint, target: Target) -> tuple[DraftIR, list[s
     """EAGLE-1 and 2: fc and one layer without its first norm."""
     reading = Reading.of(checkpoint, target, (*_PREFIXES, "model."))
     reading.drop_target_parts()
-    reading.drop_copy("lm_head.weight", HEAD, "head")
+    reading.drop_copy("lm_head.weight", head_names(target.config), "head")
     for name in _BIASES:
         reading.drop_zero(f"layers.0.{name}", "the family's layer")
     more = sorted({name.split(".")[1] for name in reading.left if re.match(r"layers\.[1-9]", name)})

@@ -12,7 +12,6 @@ from drafttrain.export.foreign.target import Target
 from drafttrain.export.ir import DraftIR, Norms
 from drafttrain.modeling.taps import Tap
 from drafttrain.modeling.vocab_map import VocabMap
-from drafttrain.targets.stored import HEAD
 
 _PREFIXES = ("medusa_heads.", "medusa_head.")
 _LINEAR = re.compile(r"^(\d+)\.(\d+)\.linear\.(weight|bias)$")
@@ -94,7 +93,7 @@ def _heads(reading: Reading, heads: int, vocab_size: int) -> None:
     if len(names) != 1 or (heads == 1 and not reading.config.get("original_lm_head")):
         return
     shared: Tensor = reading.left.pop(names[0])
-    if reading.target.stores(HEAD, shared):
+    if reading.target.has_head(shared):
         reading.notes.append(f"{names[0]}: dropped, all heads read the target's")
         return
     reading.left |= {f"lm_heads.{i}.weight": shared for i in range(heads)}

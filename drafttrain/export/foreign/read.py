@@ -102,11 +102,20 @@ def _with_sidecar(ir: DraftIR, checkpoint: Checkpoint, target: Target) -> DraftI
 
 
 def _named_target(checkpoint: Checkpoint) -> TargetConfig:
+    """What stands beside an export of ours, in speculators' config, or among its tags."""
     config = checkpoint.config
+    about = read_sidecar(checkpoint.folder) or {}
     verifier = (config.get("speculators_config") or {}).get("verifier") or {}
-    name = verifier.get("name_or_path") or config.get("base_model_name_or_path")
+    name = (
+        (about.get("target") or {}).get("name") or verifier.get("name_or_path") or config.get("base_model_name_or_path")
+    )
     if not name:
         raise CheckpointError(
             "does not say which target it was made for", where=checkpoint.folder, remedy="name it with --target"
+        )
+    path = Path(str(name)).expanduser()
+    if path.is_absolute() and not path.exists():
+        raise CheckpointError(
+            f"was made for {name}, which is not there", where=checkpoint.folder, remedy="say where it is with --target"
         )
     return TargetConfig(model=str(name))

@@ -12,7 +12,7 @@ from torch import Tensor
 from drafttrain.drafters.arch import DraftArch
 from drafttrain.targets.config import TargetConfig
 from drafttrain.targets.load import load_identity, load_text_config
-from drafttrain.targets.stored import equals_stored
+from drafttrain.targets.stored import equals_stored, head_names
 
 
 @dataclass(frozen=True)
@@ -35,6 +35,10 @@ class Target:
     def arch(self) -> DraftArch:
         """Its sizes."""
         return DraftArch.from_target(self.text)
+
+    def has_head(self, tensor: Tensor) -> bool | None:
+        """Whether this is its output head; None where that cannot be told."""
+        return self.stores(head_names(self.config), tensor)
 
     def stores(self, names: Sequence[str], tensor: Tensor) -> bool | None:
         """Whether it holds this very tensor under one of the names; None where that cannot be told."""

@@ -18,7 +18,7 @@ from drafttrain.export.doctor.registry import lint
 from drafttrain.export.hub.errors import explained
 from drafttrain.export.hub.inspect import local_paths, secrets
 from drafttrain.export.sidecar import SIDECAR, read_sidecar
-from drafttrain.files import sha256_file
+from drafttrain.files import read_json, sha256_file
 from drafttrain.targets import embedded
 
 TOKEN, ENDPOINT = "HF_TOKEN", "HF_ENDPOINT"
@@ -33,6 +33,7 @@ _SERVED_FROM = (
     re.compile(r"(\bdraft = AutoModelForCausalLM\.from_pretrained\(')[^']+"),
 )
 _NOT_LINTED = "gguf"
+_EMBEDDED_HUB = "HuggingFaceTB/SmolLM2-135M-Instruct"
 _SHOWN = 12
 
 
@@ -98,6 +99,8 @@ def plan_push(
     """
     folder = Path(export)
     _check_name(repo)
+    if base_model is not None and not _HUB_NAME.match(base_model):
+        raise UserError("is no name on a hub", where="--base-model", remedy="give OWNER/NAME of the target")
     about = read_sidecar(folder) if folder.is_dir() else None
     if about is None:
         raise UserError(
@@ -113,12 +116,13 @@ def plan_push(
     if CARD in texts:
         texts[CARD] = front_matter(about, base_model) + texts[CARD]
     problems, warnings = _examine(folder, about, texts, force)
+    (warnings if force else problems).extend(_contradictions(about, base_model))
     if problems:
         raise UserError(
             "; ".join(problems[:_SHOWN]) + (f"; and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""),
             where=folder,
-            remedy="mend the draft with `drafttrain doctor`, name the target with --base-model, or take the lines out; "
-            "--force sends in spite of all but secrets",
+            remedy="mend the draft with `drafttrain doctor`, name its own target with --base-model, or take the lines "
+            "out; --force sends in spite of all but secrets",
         )
     files = [_file(path, names[path], before, texts) for path in sent]
     return Plan(repo, private, files, [names[path] for path in paths if path not in sent], warnings)
@@ -127,6 +131,42 @@ def plan_push(
 def _check_name(repo: str) -> None:
     if not _HUB_NAME.match(repo) or ".." in repo or "--" in repo or repo.endswith((".", "-", ".git")):
         raise UserError("is no name of a repository", where=repo, remedy="give OWNER/NAME")
+
+
+def _contradictions(about: Mapping[str, Any], base_model: str | None) -> list[str]:
+    """What speaks against the name under which the target is to be published.
+
+    A target from a hub has its name; of one from a folder the sizes must be those of the model that is named, as far as
+    that one is at hand.
+    """
+    target = about.get("target") or {}
+    own = str(target.get("name") or "")
+    if base_model is None:
+        return []
+    known = _EMBEDDED_HUB if own == embedded.NAME else own
+    if _HUB_NAME.match(known) and not Path(known).exists():
+        differs = base_model.lower() != known.lower()
+        return [f"--base-model {base_model}: the export was made for {known}"] if differs else []
+    return [
+        f"--base-model {base_model}: the export was made for {own}, {size}" for size in _other_sizes(target, base_model)
+    ]
+
+
+def _other_sizes(target: Mapping[str, Any], base_model: str) -> list[str]:
+    """Sizes in which a model differs from a target, as far as its config lies in the hub's cache."""
+    from huggingface_hub import try_to_load_from_cache
+
+    path = try_to_load_from_cache(base_model, CONFIG)
+    if not isinstance(path, str):
+        return []
+    config = read_json(path)
+    text = config.get("text_config") or config
+    keys = (("hidden_size", "hidden_size"), ("n_layers", "num_hidden_layers"), ("vocab_size", "vocab_size"))
+    return [
+        f"whose {theirs} is {target[ours]}, not {text[theirs]}"
+        for ours, theirs in keys
+        if target.get(ours) and text.get(theirs) and target[ours] != text[theirs]
+    ]
 
 
 def _hidden(name: str) -> bool:

@@ -16,6 +16,7 @@ from drafttrain.export.prove.compare import Proof, compare
 from drafttrain.export.prove.environment import ServerEnvironment, vllm_environment
 from drafttrain.export.prove.server import PLAIN, ServerError, ServerRun, run_vllm, vllm_options
 from drafttrain.export.speculators import SPECULATORS
+from drafttrain.export.target_head import target_of, with_target_head
 from drafttrain.export.verify import CONFIG, verify_export
 from drafttrain.export.vllm import METHODS, VLLM
 from drafttrain.files import read_json
@@ -28,6 +29,7 @@ _ROWS = 8
 
 
 def prove_export(
+    ir: DraftIR,
     export: str | Path,
     run: str | Path,
     target: CausalLM,
@@ -42,6 +44,7 @@ def prove_export(
     """Replay prompts greedily in vLLM with and without the draft, and in the bundled engine, and compare.
 
     Args:
+        ir: of `check_export`.
         export: a folder that was exported for vLLM.
         run: the run, or the saved draft, that it was exported from.
         target: what the draft was trained for; its dtype is the server's, too.
@@ -53,10 +56,8 @@ def prove_export(
         environment: of the server; default: the cached one, made when it is missing.
 
     Raises:
-        ExportError: the folder is not an export of that draft.
         ServerError: the server refuses target or draft.
     """
-    ir = check_export(export, run)
     bundled = bundled_run(ir, run, target, prompts, k=k, max_new_tokens=max_new_tokens, stop_ids=stop_ids)
     environment = environment or vllm_environment()
     runs = {PLAIN: None, _DRAFT: speculative_config(ir, export, k)}
@@ -118,8 +119,11 @@ def server_target(config: TargetConfig) -> Path | str:
     return path.resolve() if path.is_dir() else config.model
 
 
-def check_export(export: str | Path, run: str | Path) -> DraftIR:
+def check_export(export: str | Path, run: str | Path, target: TargetConfig | None = None) -> DraftIR:
     """The draft in the export's dtype, after the export was found to hold it bit by bit.
+
+    Args:
+        target: what the run's recipe says; default: the one that the draft names.
 
     Raises:
         ExportError: no export that vLLM loads, or one of another draft.
@@ -130,6 +134,7 @@ def check_export(export: str | Path, run: str | Path) -> DraftIR:
     config = read_json(folder / CONFIG)
     dtype = getattr(torch, str(config.get("dtype")), None)
     ir = read_ir(run, dtype if isinstance(dtype, torch.dtype) else None)
+    ir = with_target_head(ir, target or target_of(ir))
     speculators = config.get("speculators_config")
     try:
         if speculators is None:

@@ -137,3 +137,17 @@ def test_a_tree_counts_by_level(record: Make) -> None:
     assert result.judged == [4, 2, 1]
     assert result.per_position == pytest.approx([3 / 4, 1 / 3, 1 / 3])
     assert result.acceptance_rate == pytest.approx(5 / 10)
+
+
+def test_a_chain_that_is_never_cut(record: Make) -> None:
+    """1 + alpha_1 + alpha_1 alpha_2 + ...: where no round is cut that is tau."""
+    rows = [
+        record(f"r{n // 4}", proposed=3, accepted=kept, number=n) for n, kept in enumerate(sorted([0, 1, 2, 3] * 7))
+    ]
+    result = acceptance(rows)
+    assert result.chain == pytest.approx([1.75, 2.25, 2.5]) and result.tau == pytest.approx(result.chain[-1])
+    assert [low < point < high for point, (low, high) in zip(result.chain, result.chain_ci, strict=True)] == [True] * 3
+    assert result.chain_ci[-1] == pytest.approx(result.tau_ci)
+    assert acceptance([]).chain == [] and acceptance(rows[:1]).chain_ci == []
+    # A depth that was never reached adds nothing.
+    assert acceptance([record(f"r{n}", proposed=3, accepted=0) for n in range(3)]).chain == [1.0, 1.0, 1.0]

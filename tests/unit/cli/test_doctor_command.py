@@ -9,16 +9,20 @@ import pytest
 from transformers import AutoTokenizer
 
 from drafttrain.cli.main import main
+from drafttrain.drafters.build import build_drafter, init_from_target
 from drafttrain.drafters.eagle.config import Eagle3Config
+from drafttrain.drafters.lm.config import DraftLMConfig
 from drafttrain.drafters.saving import save_draft
 from drafttrain.export.write import export_draft
 from drafttrain.files import read_json
 from drafttrain.modeling.causal_lm import CausalLM
 from drafttrain.modeling.vocab_map import VocabMap
 from drafttrain.targets.identity import tokenizer_hash
+from drafttrain.targets.load import load_identity
 from eval.broken_exports import spoil
 from tests.chats import CHATML, chat_tokenizer
 from tests.draft_support import new_draft
+from tests.foreign_support import target_folder
 from tests.support import tiny_hf
 
 
@@ -85,7 +89,7 @@ def test_the_trial_of_a_draft_that_was_never_trained(
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"id": str(i), "turns": [f"Say {i}"]}) + "\n" for i in range(3)))
     arguments = ["doctor", str(place / "run" / "export" / "vllm"), "--target", str(place / "target"), "--json"]
-    arguments += ["--source", str(prompts), "--max-new-tokens", "12", "--dtype", "float32", "--k", "2"]
+    arguments += ["--prompts", str(prompts), "--max-new-tokens", "12", "--dtype", "float32", "--k", "2"]
     assert main(arguments) == 1
     report = json.loads(capsys.readouterr().out)
     assert {finding["rule"] for finding in report["findings"]} == {"accepts-nothing"}
@@ -102,9 +106,37 @@ def test_refusals(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert doctor(place, export, "--ignore", "nothing") == 2
     assert "no rule 'nothing'" in capsys.readouterr().err
     assert main(["doctor", str(export), "--target", str(tmp_path / "none")]) == 2
+    said = capsys.readouterr().err
+    assert "check the path" in said and "target.model" not in said
     tiny_hf("llama").save_pretrained(tmp_path / "bare")
     capsys.readouterr()
     assert main(["doctor", str(export), "--target", str(tmp_path / "bare")]) == 2
-    assert "tokenizer" in capsys.readouterr().err
+    assert "copy the tokenizer's files" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         doctor(place, export, "--engine", "llama.cpp")
+
+
+def test_a_gguf_draft(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As the LM that it holds, tried as one; another target's tokens are told."""
+    target, about = target_folder(tmp_path / "target")
+    draft = build_drafter(DraftLMConfig(layers=tuple(range(8))), target.config)
+    init_from_target(draft, target)  # is the target itself
+    save_draft(tmp_path / "run" / "draft", draft, target=load_identity(about).to_dict())
+    (written,) = export_draft(tmp_path / "run", ["gguf"])
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text(json.dumps({"id": "a", "turns": ["Say it"]}) + "\n")
+    arguments = ["doctor", str(written.folder), "--target", str(tmp_path / "target"), "--json", "--dtype", "float32"]
+    arguments += ["--prompts", str(prompts), "--max-new-tokens", "8", "--k", "2"]
+    assert main(arguments) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert (report["engine"], report["family"], report["findings"]) == ("llama.cpp", "draft_lm", [])
+    assert report["trial"]["accepted"]["mean_length"] == 3.0
+    assert main([*arguments, "--fix", str(tmp_path / "mended")]) == 2
+    assert "not mended" in capsys.readouterr().err
+    target_folder(tmp_path / "other", vocab_size=target.vocab_size + 3)
+    assert main([*arguments, "--target", str(tmp_path / "other")]) == 2
+    assert "its tokens are not those of" in capsys.readouterr().err
+    data = (written.folder / "draft.gguf").read_bytes()
+    (written.folder / "draft.gguf").write_bytes(data[: len(data) // 2])
+    assert main(arguments) == 2
+    assert "damaged or truncated" in capsys.readouterr().err

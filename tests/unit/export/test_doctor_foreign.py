@@ -289,6 +289,13 @@ def test_ids_beyond_the_target(irs: dict[str, DraftIR], tmp_path: Path) -> None:
     assert any("[20, 20]" in what for what in broken) and any("twice" in what for what in broken)
 
 
+def test_a_single_state_in_sglang(tmp_path: Path) -> None:
+    layout = VLLM.layout(ir_of(tmp_path / "run", Eagle3Config(taps=(4,))))
+    folder = written(tmp_path / "draft", layout.config, layout.tensors)
+    assert found(folder) == {}
+    assert "single state" in found(folder, engine="sglang")["engine-lacks"].what
+
+
 def test_a_draft_lm(irs: dict[str, DraftIR], tmp_path: Path) -> None:
     layout = VLLM.layout(irs["draft_lm"])
     folder = written(tmp_path / "draft", layout.config, layout.tensors)

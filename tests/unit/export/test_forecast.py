@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -29,6 +30,7 @@ ROW = Measurement(
     speedup_ci=(1.4, 1.6),
     hardware="CPU",
     date="2026-11-30T00:00:00",
+    chain_ci=[(1.75, 1.85), (2.1, 2.3), (2.2, 2.4)],
 )
 
 
@@ -63,8 +65,37 @@ def test_rounds_of_three_two_one_and_none(tmp_path: Path) -> None:
 def test_fewer_tokens_than_were_measured_are_the_first_depths() -> None:
     found = expected([ROW], 2)
     assert found.unconditional == pytest.approx([0.8, 0.4]) and found.length == pytest.approx(2.2)
-    assert found.length_interval is None  # it is of three
-    assert expected([ROW], 3).length_interval == (2.4, 2.6)
+    # Of as many draft tokens, and by the same estimator: tau, 2.5 [2.4, 2.6] here, is another.
+    assert found.length_interval == (2.1, 2.3)
+    assert expected([ROW], 3).length_interval == (2.2, 2.4)
+    assert expected([replace(ROW, chain_ci=[])], 3).length_interval is None  # of results from before they were kept
+
+
+def test_the_point_lies_in_its_interval_however_short_the_answers(tmp_path: Path) -> None:
+    """Answers of four tokens: tau is cut at their ends, what a server counts is not."""
+    generator = random.Random(1)
+    records = []
+    for request in range(40):
+        for number, reason in enumerate((None, "length")):
+            kept = generator.choice((0, 1, 3, 4, 4))
+            emitted = kept + 1 if reason is None else min(kept, 2)
+            records.append(RoundRecord(f"r{request}", 0, number, 4, kept, emitted, reason, 1, 0.0, 0.0, 0.0))
+    measured = acceptance(records)
+    row = {
+        "draft": "tiny",
+        "setting": {"k": 4, "temperature": 0.0, "batch": 1},
+        "acceptance": asdict(measured),
+        "speed": None,
+    }
+    (tmp_path / "eval" / "core").mkdir(parents=True)
+    result = {"suite": {"name": "core"}, "drafts": [row], "hardware": "h", "date": "2026-11-30"}
+    write_json(tmp_path / "eval" / "core" / "result.json", result)
+    for k in (1, 2, 3, 4):
+        found = expected(measurements(tmp_path, "tiny"), k)
+        assert found.length_interval is not None
+        low, high = found.length_interval
+        assert found.length == pytest.approx(measured.chain[k - 1]) and low <= found.length <= high
+    assert measured.tau_ci is not None and not measured.tau_ci[0] <= found.length <= measured.tau_ci[1]
 
 
 def test_more_than_were_measured_are_not_guessed() -> None:
@@ -94,7 +125,7 @@ def test_each_engine_in_its_own_words() -> None:
     assert set(found.counters("trtllm")) == {"acceptance length", "acceptance rate"}
     assert found.counters("hf") == {}
     lines = describe(found, "vllm")
-    assert lines[0].startswith("expect 2.30 [2.40, 2.60] tokens a round with 3 draft tokens (suite core, T=0, K=3")
+    assert lines[0].startswith("expect 2.30 [2.20, 2.40] tokens a round with 3 draft tokens (suite core, T=0, K=3")
     assert "per-position acceptance rate 0.800 / 0.400 / 0.100" in lines[2]
     assert lines[3] == "speed-up at batch 1: 1.50 [1.40, 1.60] in drafttrain's own engine"
 

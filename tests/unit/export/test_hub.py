@@ -18,6 +18,7 @@ from drafttrain.export.hub.inspect import local_paths, secrets
 from drafttrain.export.hub.pull import pull
 from drafttrain.export.hub.push import plan_push, push
 from drafttrain.export.write import export_draft
+from drafttrain.files import read_json, write_json
 from eval.broken_exports import spoil
 from tests.draft_support import new_draft
 from tests.support import VOCAB, tiny_target
@@ -67,6 +68,32 @@ def test_a_target_in_a_folder_needs_a_name(copy: Path) -> None:
     assert {file.name for file in plan.files if file.text is not None} == {"README.md", "drafttrain.json"}
     forced = plan_push(copy, REPO, force=True)
     assert any("/home/me/models/target" in warning for warning in forced.warnings)
+
+
+def test_another_target_than_the_exports_own_is_refused(
+    export: Path, copy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(UserError, match=r"--base-model other/model: the export was made for some/target"):
+        plan_push(export, REPO, base_model="other/model")
+    assert plan_push(export, REPO, base_model="Some/Target").warnings == []
+    assert "was made for" in plan_push(export, REPO, base_model="other/model", force=True).warnings[0]
+    with pytest.raises(UserError, match="--base-model: is no name on a hub"):
+        plan_push(export, REPO, base_model="/models/target")
+    # The embedded target has a name there, too; of one in a folder the sizes tell, where the model named is cached.
+    about = read_json(copy / "drafttrain.json")
+    write_json(copy / "drafttrain.json", {**about, "target": {**about["target"], "name": "smollm2-135m"}})
+    with pytest.raises(UserError, match="was made for HuggingFaceTB/SmolLM2-135M-Instruct"):
+        plan_push(copy, REPO, base_model="HuggingFaceTB/SmolLM2-360M-Instruct")
+    write_json(copy / "drafttrain.json", {**about, "target": {**about["target"], "name": str(tmp_path / "target")}})
+    assert plan_push(copy, REPO, base_model="other/model")
+    cached = tmp_path / "hub" / "models--other--model"
+    (cached / "snapshots" / "abc").mkdir(parents=True)
+    (cached / "refs").mkdir()
+    (cached / "refs" / "main").write_text("abc")
+    write_json(cached / "snapshots" / "abc" / "config.json", {"hidden_size": 64, "vocab_size": VOCAB})
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    with pytest.raises(UserError, match=r"whose hidden_size is 32, not 64"):
+        plan_push(copy, REPO, base_model="other/model")
 
 
 @pytest.mark.parametrize(

@@ -203,4 +203,4 @@ def test_the_command_refuses_before_anything_is_loaded(tmp_path: Path, capsys: p
     assert main(["prove", str(tmp_path / "none")]) == 2
     assert "--run" in capsys.readouterr().err
     with pytest.raises(SystemExit):
-        main(["prove", str(tmp_path), "--limit", "0"])
+        main(["prove", str(tmp_path), "--count", "0"])

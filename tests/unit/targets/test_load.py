@@ -76,7 +76,7 @@ def test_text_config_and_tokenizer_alone(tmp_path: Path) -> None:
 
 
 def test_errors_say_what_to_do(tmp_path: Path) -> None:
-    with pytest.raises(TargetError, match=r"nowhere: no such target folder\n  check target.model"):
+    with pytest.raises(TargetError, match=r"nowhere: no such target folder\n  check the path"):
         load_target(TargetConfig(model=str(tmp_path / "nowhere")))
     (tmp_path / "empty").mkdir()
     with pytest.raises(TargetError, match="has no config"):

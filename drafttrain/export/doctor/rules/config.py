@@ -192,6 +192,12 @@ def lacking(case: Case) -> Iterator[Finding]:
             "SGLang's residual is the raw state: it loads the draft and accepts less",
             "serve it with vLLM, or train without it",
         )
+    if draft.family == "eagle3" and case.taps_in_fc == 1:
+        yield error(
+            "fc reads a single state",
+            "SGLang leaves fc out, in silence, where the states are as wide as an embedding",
+            "serve it with vLLM, or train on two states or more",
+        )
     if draft.is_speculators:
         yield error(
             "a config in speculators' form",

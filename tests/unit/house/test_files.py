@@ -1,0 +1,67 @@
+"""Folders that are whole or absent."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from drafttrain import files
+from drafttrain.errors import UserError
+from drafttrain.files import atomic_folder
+
+
+def old(folder: Path) -> Path:
+    folder.mkdir()
+    (folder / "text").write_text("old")
+    (folder / "more").write_text("of it")
+    return folder
+
+
+def test_a_folder_that_exists_is_not_touched(tmp_path: Path) -> None:
+    folder = old(tmp_path / "it")
+    with pytest.raises(UserError, match="already exists"), atomic_folder(folder):
+        pass
+    assert (folder / "text").read_text() == "old"
+
+
+@pytest.mark.parametrize("in_one_step", [True, False])
+def test_a_folder_is_swapped(in_one_step: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not in_one_step:  # as on a system without such a call
+        monkeypatch.setattr(files.ctypes, "CDLL", lambda *_, **__: object())
+    folder = old(tmp_path / "it")
+    with atomic_folder(folder, replace=True) as partial:
+        (partial / "text").write_text("new")
+        assert (folder / "text").read_text() == "old"
+    assert [(path.name, path.read_text()) for path in folder.iterdir()] == [("text", "new")]
+    assert [path.name for path in tmp_path.iterdir()] == ["it"]
+
+
+def test_replacing_what_is_not_there(tmp_path: Path) -> None:
+    with atomic_folder(tmp_path / "it", replace=True) as partial:
+        (partial / "text").write_text("new")
+    assert (tmp_path / "it" / "text").read_text() == "new"
+
+
+@pytest.mark.parametrize("in_one_step", [True, False])
+def test_a_failure_leaves_the_old_one(in_one_step: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not in_one_step:
+        monkeypatch.setattr(files.ctypes, "CDLL", lambda *_, **__: object())
+    folder = old(tmp_path / "it")
+    with pytest.raises(OSError, match="No space"), atomic_folder(folder, replace=True) as partial:
+        (partial / "text").write_text("new")
+        raise OSError(28, "No space left on device")
+    assert (folder / "text").read_text() == "old"
+    real = Path.rename
+
+    def fails(self: Path, to: Path) -> Path:
+        if self.suffix == ".part":
+            raise OSError(5, "Input/output error")
+        return real(self, to)
+
+    if not in_one_step:  # between the two renames
+        monkeypatch.setattr(Path, "rename", fails)
+        with pytest.raises(OSError, match="Input/output"), atomic_folder(folder, replace=True) as partial:
+            (partial / "text").write_text("new")
+    assert (folder / "text").read_text() == "old"
+    assert [path.name for path in tmp_path.iterdir()] == ["it"]
