@@ -114,6 +114,8 @@ def kept_bytes(drafter: Drafter, u: int, recompute: bool, on_cpu: bool, row_leng
         taps = len(drafter.feature_spec.taps)
         # fc reads the taps side by side, the layer the normed embedding and at each depth a normed state.
         once = (taps * target if taps > 1 else 0) + target + (4 if widths.on_cpu else u) * widths.hidden + widths.shared
+        if widths.on_cpu and (drafter.config.fc_norm or drafter.config.norm_before_fc):
+            once += 4 * taps * drafter.arch.target_hidden_size
         before = widths.norm(widths.hidden) + hidden
         # A readout's norm reads the state that the next depth reads.
         outside = widths.norm(widths.hidden) - widths.shared

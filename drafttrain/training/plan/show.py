@@ -83,7 +83,7 @@ def _memory(plan: Plan) -> Table:
     for item in plan.memory:
         table.add_row(item.name, size(item.nbytes), item.phase, "exact" if item.exact else "estimate")
     table.add_section()
-    table.add_row("at the peak: what stands under while takes turns", size(plan.memory_bytes))
+    table.add_row("at the peak, where all but always take turns", size(plan.memory_bytes))
     table.add_row("reserved for libraries and fragmentation", size(plan.hardware.reserved), "", "assumed")
     table.add_row("there is", size(plan.hardware.memory))
     return table
@@ -134,8 +134,8 @@ def _launch(plan: Plan, layout: Layout) -> str:
         return "in one process"
     nodes = plan.hardware.nodes
     machines = f" --num_machines {nodes}" if nodes > 1 else ""
-    command = f"accelerate launch --config_file {layout.config} --num_processes {ranks}{machines}"
-    return f"{layout_name(layout, ranks)}: {command}"
+    command = f"accelerate launch --config_file {layout.config} --num_processes {ranks}{machines} drafttrain/train.py"
+    return f"{layout_name(layout, ranks)}:\n    {command} RECIPE"
 
 
 def layout_name(layout: Layout, ranks: int) -> str:
