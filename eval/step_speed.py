@@ -13,7 +13,7 @@ memory, or if another trainer that ran is passed by less than 2 times in tokens/
 
 LIBS is a folder with the other trainer's code, which runs with the torch and transformers that are here:
 
-    pip install --no-deps --target LIBS speculators==0.9.0      # or specforge==0.2.0
+    pip install --no-deps --target LIBS speculators==0.9.0 openai distro jiter sniffio      # or specforge==0.2.0
 
 They train on the same tokens with the same autocast, through torch's SDPA, with the losses that they have without
 Triton. speculators takes one row, so it is given the documents packed behind each other.
@@ -22,6 +22,7 @@ Triton. speculators takes one row, so it is given the documents packed behind ea
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import re
@@ -235,7 +236,9 @@ def work(job: dict[str, Any]) -> dict[str, float]:
 
     torch.set_num_threads(job["threads"])
     torch.manual_seed(0)
-    torch.ones(8, 64, dtype=torch.bfloat16) @ torch.ones(64, 8, dtype=torch.bfloat16)
+    # A small step first: what code and libraries take when they are first used is no part of a step.
+    TRAINERS[job["trainer"]](SHAPES["tiny"], 1, 16, 2, job["precision"])()
+    gc.collect()
     before = resident("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # resets the high-water mark
     shape = SHAPES[job["shape"]]

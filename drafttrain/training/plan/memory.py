@@ -128,8 +128,9 @@ def _draft_items(recipe: Recipe, drafter: Drafter, launch: Launch, ranks: int, o
     yield Item("gradients on their way", 4 * _sent_elements(launch, trained), False, "updating")
     shards = launch.kind == "fsdp2" or stage > 0
     yield Item("Adam moments, fp32", 8 * (part if shards else trained), True)
-    # Gradients that are summed over micro-batches, or lie in buckets, are there while activations are.
-    held: Phase = "always" if ranks > 1 or recipe.training.accumulation > 1 else "updating"
+    # Gradients that are summed over micro-batches, or have a buffer of their own, are there while activations are.
+    buffered = stage == 3 or (launch.kind != "zero" and ranks > 1)
+    held: Phase = "always" if buffered or recipe.training.accumulation > 1 else "updating"
     own = part if launch.kind == "fsdp2" or stage > 1 else trained
     yield Item("gradients, fp32", 4 * own, True, held)
     packed = trained - _head_elements(drafter)
@@ -148,8 +149,8 @@ def _sent_elements(launch: Launch, trained: int) -> int:
         return 0
     if launch.kind == "fsdp2":
         return 2 * trained  # whole gradients, and what is scattered of them
-    # A flat copy, from stage 1 of a bucket that is a copy itself.
-    return trained if launch.stage == 0 else 2 * bucket_elements(trained)
+    # A flat copy; from stage 1 of a bucket, which is a copy itself; in stage 3 put in order of ranks besides.
+    return trained if launch.stage == 0 else (3 if launch.stage == 3 else 2) * bucket_elements(trained)
 
 
 def _head_elements(drafter: Drafter) -> int:
@@ -199,7 +200,7 @@ def _loss_bytes(recipe: Recipe, drafter: Drafter, text: Any, tokens: int, unit: 
     rows = tokens * unit * (2 * depths * hidden + text.hidden_size)
     own = _head_elements(drafter)
     shared = 1 if isinstance(drafter, MedusaDrafter) and own else depths
-    labels = max(1, min(recipe.loss.chunk_rows, chunk_logits(device) // size) // shared)
+    labels = min(tokens, max(1, min(recipe.loss.chunk_rows, chunk_logits(device) // size) // shared))
     block = min(labels, max(1, block_logits(device) // size))
     chunk = (shared + 1) * labels * size * unit + 6 * block * size * 4
     # The gradient of a head, a slab of it, and the head in the products' dtype.
