@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import difflib
 import fcntl
 import hashlib
 import json
@@ -36,9 +37,18 @@ def find_resource(name: str | Path) -> Path:
     for candidate in (given, _CHECKOUT / name, _BUNDLED / name):
         if candidate.exists():
             return candidate
-    raise UserError(
-        "no such file", where=given, remedy=f"looked in {Path.cwd()}, {_CHECKOUT} and the installed package"
-    )
+    if given.is_absolute():
+        raise UserError("no such file", where=given, remedy=f"check the path{_near(given)}")
+    places = list(dict.fromkeys((Path.cwd(), _CHECKOUT if (_CHECKOUT / "recipes").is_dir() else _BUNDLED)))
+    near = next((found for place in places if (found := _near(place / given))), "")
+    raise UserError("no such file", where=given, remedy=f"looked in {' and '.join(map(str, places))}{near}")
+
+
+def _near(path: Path) -> str:
+    """A file whose name is like that of one that is missing, for an error."""
+    folder = path.parent
+    found = difflib.get_close_matches(path.name, os.listdir(folder), 1) if folder.is_dir() else []
+    return f"; did you mean {found[0]!r}?" if found else ""
 
 
 @contextmanager

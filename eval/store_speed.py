@@ -94,7 +94,7 @@ def micro_batches(recipe: Recipe, samples: list[Sample]) -> list[list[Row]]:
         seed=0,
         shuffle_block=training.shuffle_block,
     )
-    rows = order.epoch_rows(0)
+    rows = [[samples[index] for index in row] for row in order.epoch_rows(0)]
     return [rows[at : at + training.batch_rows] for at in range(0, len(rows), training.batch_rows)]
 
 

@@ -167,6 +167,7 @@ def run_convert(arguments: argparse.Namespace) -> int:
     from drafttrain.features.building import convert_store
     from drafttrain.features.config import spell_out
     from drafttrain.features.reader import StoreReader
+    from drafttrain.recipe.provenance import copy_provenance
 
     console = Console()
     with progress_bars(console) as progress:
@@ -178,5 +179,6 @@ def run_convert(arguments: argparse.Namespace) -> int:
             shard_bytes=arguments.shard_mib << 20,
             progress=lambda done, total: progress("tokens", done, total),
         )
+    copy_provenance(arguments.store, arguments.out)
     console.print(_counts(StoreReader(arguments.out, verify="size")), soft_wrap=True, highlight=False)
     return 0

@@ -107,7 +107,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
 
 
+def _said_by_another_rank() -> bool:
+    """Whether the first rank of this host meets the same error: before they join, all ranks of a host do the same."""
+    torch = sys.modules.get("torch")
+    joined = torch is not None and torch.distributed.is_available() and torch.distributed.is_initialized()
+    return os.environ.get("LOCAL_RANK", "0") != "0" and not joined
+
+
 def _print_error(error: UserError) -> None:
+    if _said_by_another_rank():
+        return
     from rich.console import Console
     from rich.text import Text
 

@@ -37,11 +37,13 @@ def run(arguments: argparse.Namespace) -> int:
     from drafttrain.training.plan.plan import make_plan, target_config
     from drafttrain.training.plan.show import plan_tables
 
+    if arguments.nodes < 1:
+        raise UserError(f"{arguments.nodes} nodes cannot train", where="--nodes", remedy="give the number of machines")
     for name in ("samples", "tokens"):
         value = getattr(arguments, name)
         if value is not None and value < 2:
             raise UserError(f"{value} is too few", where=f"--{name}", remedy="give at least 2")
-    if arguments.nodes != 1 and arguments.gpus is None:
+    if arguments.nodes > 1 and arguments.gpus is None:
         raise UserError("says nothing without GPUs", where="--nodes", remedy="add --gpus 8xH100-80G")
     recipe = load_recipe(arguments.recipe, arguments.overrides)
     hardware = this_machine() if arguments.gpus is None else parse_gpus(arguments.gpus, arguments.nodes)

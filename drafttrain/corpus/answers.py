@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,9 +13,13 @@ from typing import IO, Any, Protocol
 
 from drafttrain.corpus.chat import ChatRenderer
 from drafttrain.corpus.config import AnswersConfig
+from drafttrain.corpus.lines import Lines
 from drafttrain.corpus.types import Conversation, Message, Prompt, Reject, TokenGenerator
 from drafttrain.errors import DataError
 from drafttrain.files import read_json, write_json
+
+_AT_ONCE = 16384
+"""Prompts that are in memory at a time; far more than are answered together."""
 
 
 @dataclass(frozen=True)
@@ -137,6 +142,10 @@ class _Open:
     cut: list[int] = field(default_factory=list)
     tokens: dict[int, list[int]] = field(default_factory=dict)
 
+    @staticmethod
+    def of(prompt: Prompt) -> _Open:
+        return _Open(prompt, list(prompt.messages), list(prompt.turns))
+
     def take(self, answer: Answer) -> bool:
         """Add an answer and the user turn after it; True when the conversation is complete."""
         if not answer.finished:
@@ -192,42 +201,46 @@ def regenerate(
                 remedy="write to another file, or start over without resuming",
             )
         report = Regenerated(path, resumed=len(done))
-        waiting = [_Open(p, list(p.messages), list(p.turns)) for p in prompts if p.id not in done]
-        while waiting:
-            further: list[_Open] = []
-            for index, outcome in source.answer([Question(c.messages, c.prompt.tools) for c in waiting]):
-                conversation = waiting[index]
-                if isinstance(outcome, Failure):
-                    report.rejects.append(Reject(conversation.prompt.id, outcome.reason, str(path)))
-                elif conversation.take(outcome):
-                    _append(file, path, conversation.close().to_json())
-                    report.written += 1
-                else:
-                    further.append(conversation)
-                if progress is not None:
-                    progress(report.resumed + report.written + len(report.rejects), len(ids))
-            waiting = further
+        todo = [index for index, name in enumerate(ids) if name not in done]
+        for start in range(0, len(todo), _AT_ONCE):
+            waiting = [_Open.of(prompts[index]) for index in todo[start : start + _AT_ONCE]]
+            while waiting:
+                further: list[_Open] = []
+                for index, outcome in source.answer([Question(c.messages, c.prompt.tools) for c in waiting]):
+                    conversation = waiting[index]
+                    if isinstance(outcome, Failure):
+                        report.rejects.append(Reject(conversation.prompt.id, outcome.reason, str(path)))
+                    elif conversation.take(outcome):
+                        _append(file, path, conversation.close().to_json())
+                        report.written += 1
+                    else:
+                        further.append(conversation)
+                    if progress is not None:
+                        progress(report.resumed + report.written + len(report.rejects), len(ids))
+                waiting = further
     return report
 
 
-def read_answers(path: str | Path) -> list[Conversation]:
-    """Conversations that `regenerate` wrote. A torn last line, left by a kill, is passed over."""
+def read_answers(path: str | Path) -> Lines[Conversation]:
+    """Conversations that `regenerate` wrote; they stay on disk. A torn last line, left by a kill, is passed over."""
     source = Path(path)
     if not source.is_file():
         raise DataError("no such file", where=source, remedy="answer the prompts first: drafttrain regenerate")
-    conversations = []
-    for number, line in enumerate(source.read_bytes().splitlines(keepends=True), 1):
+    file, starts, end = source.open("rb"), array("q"), 0
+    for number, line in enumerate(file, 1):
+        start, end = end, end + len(line)
         if not line.strip():
             continue
         try:
-            conversations.append(Conversation.from_json(json.loads(line)))
+            Conversation.from_json(json.loads(line))
         except (ValueError, KeyError, TypeError) as error:
             if not line.endswith(b"\n"):
                 break
             raise DataError(f"line {number} is not a conversation: {error!r}", where=source) from None
-    if not conversations:
+        starts.append(start)
+    if not starts:
         raise DataError("holds no conversations", where=source)
-    return conversations
+    return Lines(file, starts, Conversation.from_json)
 
 
 def _append(file: IO[bytes], path: Path, record: dict[str, Any]) -> None:

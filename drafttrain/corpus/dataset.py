@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,11 +13,14 @@ import numpy as np
 import torch
 
 from drafttrain.corpus.chat import ChatRenderer
+from drafttrain.corpus.lines import pick
+from drafttrain.corpus.samples import SampleTable, write_samples
 from drafttrain.corpus.types import Conversation, Reject, Sample
 from drafttrain.errors import DataError, UserError
-from drafttrain.files import atomic_folder, cache_dir, read_json, require_free_space, sha256_text, write_json
+from drafttrain.files import atomic_folder, cache_dir, read_json, sha256_text, write_json
 
-_SCHEMA = 1
+_SCHEMA = 1  # of samples: what a conversation becomes
+_LAYOUT = 2  # of a corpus on disk
 
 
 @dataclass(frozen=True)
@@ -25,33 +29,35 @@ class Corpus:
 
     Attributes:
         key: names the data, template, tokenizer, max_length and vocabulary that made it.
-        samples: in the order of the conversations; read-only views of one array.
+        samples: in the order of the conversations; they stay on disk.
         rejects: conversations that gave no sample, with the reason.
         conversations: how many went in: those that gave samples + rejects.
     """
 
     key: str
-    samples: list[Sample]
+    samples: SampleTable
     rejects: list[Reject]
     conversations: int
 
     @property
     def tokens(self) -> int:
         """All tokens."""
-        return sum(len(sample.ids) for sample in self.samples)
+        return int(self.samples.lengths.sum())
 
     @property
     def supervised(self) -> int:
         """Tokens inside assistant spans."""
-        return sum(sample.supervised for sample in self.samples)
+        return self.samples.supervised
 
 
-def corpus_key(conversations: Sequence[Conversation], chat: ChatRenderer, *, max_length: int, vocab_size: int) -> str:
+def corpus_key(conversations: Iterable[Conversation], chat: ChatRenderer, *, max_length: int, vocab_size: int) -> str:
     """Hex digest over everything that decides the samples."""
-    data = sha256_text("\n".join(json.dumps(item.to_json(), sort_keys=True) for item in conversations))
+    data = hashlib.sha256()
+    for number, item in enumerate(conversations):
+        data.update((b"\n" if number else b"") + json.dumps(item.to_json(), sort_keys=True).encode())
     parts = {
         "schema": _SCHEMA,
-        "data": data,
+        "data": data.hexdigest(),
         "template": chat.template_hash,
         "tokenizer": chat.tokenizer_hash,
         "stop": sorted(chat.stop_ids),
@@ -72,6 +78,7 @@ def build_corpus(
     """Tokenise conversations, or read what an earlier call with the same key left in `cache`.
 
     Args:
+        conversations: gone through one by one, so they may lie on disk.
         max_length: tokens of a sample.
         vocab_size: rows of the target's embedding; a tokenizer that goes beyond belongs to another model.
         cache: folder of tokenised corpora; `cache_dir()/corpus` where None.
@@ -82,37 +89,55 @@ def build_corpus(
     if not conversations:
         raise DataError("the data set is empty", where="data", remedy="give prompts, or a file of conversations")
     key = corpus_key(conversations, chat, max_length=max_length, vocab_size=vocab_size)
-    folder = (cache or cache_dir() / "corpus") / key[:32]
+    folder = (cache or cache_dir() / "corpus") / f"{key[:32]}.{_LAYOUT}"
     stored = _load(folder, key)
-    if stored is not None:
-        return stored
-    samples: list[Sample] = []
+    if stored is None:
+        _write(folder, key, conversations, chat, max_length, vocab_size)
+        stored = _load(folder, key)
+        assert stored is not None
+    return stored
+
+
+def _write(
+    folder: Path, key: str, conversations: Sequence[Conversation], chat: ChatRenderer, max_length: int, vocab_size: int
+) -> None:
+    """Tokenise into a folder, which is whole or absent."""
     rejects: list[Reject] = []
-    for conversation in conversations:
-        outcome = chat.samples(conversation, max_length)
-        if isinstance(outcome, Reject):
-            rejects.append(outcome)
-        else:
-            samples += outcome
-    if not samples:
-        raise DataError(
-            f"none of {len(conversations)} conversations can be learnt from; the first, "
-            f"{rejects[0].id!r}: {rejects[0].reason}",
-            where=chat.name,
-            remedy="raise max_length, or use a template that shows answers as the model emits them",
-        )
-    for sample in samples:
-        if int(sample.ids.max()) >= vocab_size:
-            raise DataError(
-                f"token {int(sample.ids.max())} of sample {sample.id!r} is outside the target's vocabulary "
-                f"of {vocab_size}",
-                where=chat.name,
-                remedy="use the tokenizer that belongs to the target",
-            )
-    _save(folder, Corpus(key, samples, rejects, len(conversations)))
-    loaded = _load(folder, key)
-    assert loaded is not None
-    return loaded
+
+    def samples() -> Iterator[Sample]:
+        for conversation in conversations:
+            outcome = chat.samples(conversation, max_length)
+            if isinstance(outcome, Reject):
+                rejects.append(outcome)
+                continue
+            for sample in outcome:
+                if int(sample.ids.max()) >= vocab_size:
+                    raise DataError(
+                        f"token {int(sample.ids.max())} of sample {sample.id!r} is outside the target's vocabulary "
+                        f"of {vocab_size}",
+                        where=chat.name,
+                        remedy="use the tokenizer that belongs to the target",
+                    )
+                yield sample
+
+    try:
+        with atomic_folder(folder) as partial:
+            if not write_samples(samples(), partial):
+                raise DataError(
+                    f"none of {len(conversations)} conversations can be learnt from; the first, "
+                    f"{rejects[0].id!r}: {rejects[0].reason}",
+                    where=chat.name,
+                    remedy="raise max_length, or use a template that shows answers as the model emits them",
+                )
+            meta = {
+                "key": key,
+                "conversations": len(conversations),
+                "rejects": [reject.to_json() for reject in rejects],
+            }
+            write_json(partial / "corpus.json", meta)
+    except (OSError, UserError) as error:
+        if isinstance(error, DataError) or not folder.is_dir():
+            raise  # else another process was faster, and its corpus is the same
 
 
 def require_rest(count: int, held_out: int) -> None:
@@ -131,44 +156,32 @@ def require_rest(count: int, held_out: int) -> None:
 
 def split_held_out(
     conversations: Sequence[Conversation], held_out: int, *, seed: int = 0
-) -> tuple[list[Conversation], list[Conversation]]:
+) -> tuple[Sequence[Conversation], Sequence[Conversation]]:
     """(training, held out): a seeded choice that does not depend on the order of the file.
 
     Raises:
         DataError: nothing would be left to train on.
     """
     require_rest(len(conversations), held_out)
-    names = sorted(conversation.id for conversation in conversations)
-    chosen = set(random.Random(seed).sample(names, held_out))
-    training = [conversation for conversation in conversations if conversation.id not in chosen]
-    return training, [conversation for conversation in conversations if conversation.id in chosen]
+    names = [conversation.id for conversation in conversations]
+    chosen = set(random.Random(seed).sample(sorted(names), held_out))
+    training = pick(conversations, (index for index, name in enumerate(names) if name not in chosen))
+    return training, pick(conversations, (index for index, name in enumerate(names) if name in chosen))
 
 
-def token_counts(samples: Sequence[Sample], vocab_size: int) -> torch.Tensor:
+def in_order_of_ids(conversations: Sequence[Conversation]) -> Sequence[Conversation]:
+    """The same, however they came."""
+    names = [conversation.id for conversation in conversations]
+    return pick(conversations, sorted(range(len(names)), key=names.__getitem__))
+
+
+def token_counts(samples: Iterable[Sample], vocab_size: int) -> torch.Tensor:
     """int64 [vocab_size]: how often each token is a label, that is in a span but not its first token."""
-    labels = [sample.ids[first + 1 : last + 1] for sample in samples for first, last in sample.spans]
-    ids = np.concatenate([np.empty(0, dtype=np.int32), *labels])
-    return torch.from_numpy(np.bincount(ids, minlength=vocab_size).astype(np.int64))
-
-
-def _save(folder: Path, corpus: Corpus) -> None:
-    ids = np.concatenate([sample.ids for sample in corpus.samples])
-    require_free_space(folder.parent, 2 * ids.nbytes)
-    meta = {
-        "key": corpus.key,
-        "conversations": corpus.conversations,
-        "ids": [sample.id for sample in corpus.samples],
-        "lengths": [len(sample.ids) for sample in corpus.samples],
-        "spans": [sample.spans for sample in corpus.samples],
-        "rejects": [reject.to_json() for reject in corpus.rejects],
-    }
-    try:
-        with atomic_folder(folder) as partial:
-            np.save(partial / "tokens.npy", ids)
-            write_json(partial / "corpus.json", meta)
-    except (OSError, UserError):
-        if not folder.is_dir():  # else another process was faster, and its corpus is the same
-            raise
+    counts = np.zeros(vocab_size, dtype=np.int64)
+    for sample in samples:
+        for first, last in sample.spans:
+            np.add.at(counts, sample.ids[first + 1 : last + 1], 1)
+    return torch.from_numpy(counts)
 
 
 def _load(folder: Path, key: str) -> Corpus | None:
@@ -176,16 +189,11 @@ def _load(folder: Path, key: str) -> Corpus | None:
         return None
     try:
         meta = read_json(folder / "corpus.json")
-        ids = np.load(folder / "tokens.npy", mmap_mode="r", allow_pickle=False)
-        if meta["key"] != key or len(ids) != sum(meta["lengths"]):
-            raise ValueError("key or length differs")
+        if meta["key"] != key:
+            raise ValueError("the key differs")
+        rejects = [Reject(**reject) for reject in meta["rejects"]]
+        return Corpus(key, SampleTable(folder), rejects, meta["conversations"])
     except Exception as error:
         raise DataError(
             f"the cached corpus is damaged: {error}", where=folder, remedy="remove that folder and run again"
         ) from None
-    ends = np.cumsum(meta["lengths"]).tolist()
-    samples = [
-        Sample(name, ids[end - length : end], [(int(first), int(last)) for first, last in spans])
-        for name, length, end, spans in zip(meta["ids"], meta["lengths"], ends, meta["spans"], strict=True)
-    ]
-    return Corpus(key, samples, [Reject(**reject) for reject in meta["rejects"]], meta["conversations"])

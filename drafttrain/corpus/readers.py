@@ -5,13 +5,14 @@ from __future__ import annotations
 import csv
 import json
 import random
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from drafttrain.corpus.chat import ChatRenderer
 from drafttrain.corpus.config import PromptSource
+from drafttrain.corpus.lines import pick, write_lines
 from drafttrain.corpus.shapes import Dialogue, ShapeError, parse_row, to_conversation, to_prompt
 from drafttrain.corpus.synthesis import synthesise
 from drafttrain.corpus.types import Conversation, Prompt, Reject, TokenGenerator
@@ -25,9 +26,9 @@ _SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".txt")
 
 @dataclass
 class ReadResult(Generic[T]):
-    """What was read: rows = items + rejects + unused (sound rows that `count` left out)."""
+    """What was read: rows = items + rejects + unused (sound rows that `count` left out). Items stay on disk."""
 
-    items: list[T] = field(default_factory=list)
+    items: Sequence[T] = ()
     rejects: list[Reject] = field(default_factory=list)
     unused: int = 0
 
@@ -41,12 +42,12 @@ class _Bad:
 
 def read_prompts(source: PromptSource) -> ReadResult[Prompt]:
     """Prompts of one source other than `self`; given answers are dropped. DataError if none is usable."""
-    return _read(source, to_prompt)
+    return _read(source, to_prompt, Prompt)
 
 
 def read_conversations(source: PromptSource) -> ReadResult[Conversation]:
     """Conversations with the answers they were given. DataError if none is usable."""
-    return _read(source, to_conversation)
+    return _read(source, to_conversation, Conversation)
 
 
 def collect_prompts(
@@ -63,60 +64,75 @@ def collect_prompts(
         progress: told (done, all) of each `self` source.
     """
     result = ReadResult[Prompt]()
-    for source in sources:
-        if source.source != "self":
-            found = read_prompts(source)
-            result.items += found.items
-            result.rejects += found.rejects
-            result.unused += found.unused
-            continue
-        if chat is None or generator is None or source.count is None:
-            raise DataError("source 'self' needs a target that can generate", where="data.prompts")
-        result.items += synthesise(
-            generator,
-            chat,
-            source.count,
-            seed=source.seed,
-            temperature=source.temperature,
-            top_p=source.top_p,
-            max_new_tokens=source.max_new_tokens,
-            progress=progress,
-        )
-    used: set[str] = set()
-    result.items = [
-        Prompt(_unique(item.id, used), item.messages, item.turns, item.tools, item.meta) for item in result.items
-    ]
+
+    def items() -> Iterator[Prompt]:
+        used: set[str] = set()
+        for source in sources:
+            for item in _prompts_of(source, result, chat, generator, progress):
+                yield replace(item, id=_unique(item.id, used))
+
+    result.items = write_lines(items(), Prompt.to_json, Prompt.from_json)
     return result
 
 
-def write_prompts(path: str | Path, prompts: Sequence[Prompt]) -> None:
+def _prompts_of(
+    source: PromptSource,
+    result: ReadResult[Prompt],
+    chat: ChatRenderer | None,
+    generator: TokenGenerator | None,
+    progress: Callable[[int, int], None] | None,
+) -> Sequence[Prompt]:
+    if source.source != "self":
+        found = read_prompts(source)
+        result.rejects += found.rejects
+        result.unused += found.unused
+        return found.items
+    if chat is None or generator is None or source.count is None:
+        raise DataError("source 'self' needs a target that can generate", where="data.prompts")
+    return synthesise(
+        generator,
+        chat,
+        source.count,
+        seed=source.seed,
+        temperature=source.temperature,
+        top_p=source.top_p,
+        max_new_tokens=source.max_new_tokens,
+        progress=progress,
+    )
+
+
+def write_prompts(path: str | Path, prompts: Iterable[Prompt]) -> None:
     """Write a prompt set as JSONL that `read_prompts` gives back."""
     with atomic_file(path) as partial, partial.open("w", encoding="utf-8") as file:
         for prompt in prompts:
             file.write(json.dumps(prompt.to_json(), ensure_ascii=False) + "\n")
 
 
-def _read(source: PromptSource, build: Callable[[Dialogue, str, dict[str, Any]], T]) -> ReadResult[T]:
+def _read(source: PromptSource, build: Callable[[Dialogue, str, dict[str, Any]], T], kind: type[T]) -> ReadResult[T]:
     result = ReadResult[T]()
-    used: set[str] = set()
-    for number, (where, row) in enumerate(_rows(source)):
-        stem = Path(source.source).stem
-        name = f"{stem}-{number}"
-        try:
-            if isinstance(row, _Bad):
-                raise ShapeError(row.reason)
-            dialogue = parse_row(row, source.format, source.columns, source.system)
-            name = dialogue.id or name
-            item = build(dialogue, _unique(name, used), {"source": stem, **dialogue.meta})
-        except ShapeError as error:
-            result.rejects.append(Reject(name, str(error), where))
-            continue
-        result.items.append(item)
+
+    def items() -> Iterator[T]:
+        used: set[str] = set()
+        for number, (where, row) in enumerate(_rows(source)):
+            stem = Path(source.source).stem
+            name = f"{stem}-{number}"
+            try:
+                if isinstance(row, _Bad):
+                    raise ShapeError(row.reason)
+                dialogue = parse_row(row, source.format, source.columns, source.system)
+                name = dialogue.id or name
+                item = build(dialogue, _unique(name, used), {"source": stem, **dialogue.meta})
+            except ShapeError as error:
+                result.rejects.append(Reject(name, str(error), where))
+                continue
+            yield item
+
+    result.items = write_lines(items(), kind.to_json, kind.from_json)
     if source.count is not None and source.count < len(result.items):
         # Not the first ones: prompt sets are often sorted by category.
         chosen = sorted(random.Random(source.seed).sample(range(len(result.items)), source.count))
         result.unused = len(result.items) - source.count
-        result.items = [result.items[index] for index in chosen]
+        result.items = pick(result.items, chosen)
     if not result.items:
         first = f"; the first: {result.rejects[0].reason}" if result.rejects else ""
         raise DataError(

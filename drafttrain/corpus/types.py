@@ -43,6 +43,17 @@ class Prompt:
             }
         )
 
+    @staticmethod
+    def from_json(record: dict[str, Any]) -> Prompt:
+        """The inverse of `to_json`."""
+        return Prompt(
+            record["id"],
+            record["messages"],
+            record.get("turns", []),
+            record.get("tools", []),
+            record.get("meta", {}),
+        )
+
 
 @dataclass(frozen=True)
 class Conversation:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -35,7 +36,7 @@ class LowRank(nn.Module):
     def forward(self, weight: Tensor) -> Tensor:
         """The effective weight."""
         # Autocast would round the product before it is added, and small adapters would drown.
-        with torch.autocast(weight.device.type, enabled=False):
+        with nullcontext() if weight.is_meta else torch.autocast(weight.device.type, enabled=False):
             return weight + self.scale * (self.lora_B @ self.lora_A)
 
 

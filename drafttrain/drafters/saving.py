@@ -360,6 +360,20 @@ def warm_start(
     return drafter.train(), meta
 
 
+def draft_shape(config: DrafterConfig, folder: str | Path) -> Drafter | None:
+    """The draft that `warm_start` would give, without weights, on the meta device; None where none is saved.
+
+    Raises:
+        CheckpointError: a description that cannot be read.
+    """
+    path = _settled(folder) / META
+    if not path.exists():
+        return None
+    meta, size = read_meta(folder), read_json(path).get("draft_vocab_size")
+    vocab_map = VocabMap.from_ids(range(size or meta.vocab_size), meta.vocab_size)
+    return _built(replace(meta, config=config), vocab_map, "meta", folder).train()
+
+
 def _contradictions(config: DrafterConfig, meta: DraftMeta, vocab_map: VocabMap) -> list[str]:
     """Keys of a config that change what a draft computes and say otherwise than the saved one's."""
     asked, saved = config.model_dump(), meta.config.model_dump()

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from torch import Tensor
 
+from drafttrain.corpus.samples import lengths_of
 from drafttrain.corpus.types import Sample
 from drafttrain.errors import StoreError
 from drafttrain.features.capture import capture
@@ -67,12 +68,13 @@ def build_store(
         writer.require_space(absent)
         wanted = {sample.id for sample in absent}
         # Blocks of all documents, not of the missing ones: parts that begin at different times agree on them.
-        mine = blocks(samples, _BLOCK * config.batch_tokens)[part.index :: part.count]
-        todo = [[sample for sample in block if sample.id in wanted] for block in mine]
+        mine = blocks(lengths_of(samples).tolist(), _BLOCK * config.batch_tokens)[part.index :: part.count]
         taps = tuple(Tap.parse(name) for name in writer.identity.taps)
-        total, done = sum(len(sample.ids) for block in todo for sample in block), 0
-        for block in todo:
-            for captured in capture(target, block, taps, batch_tokens=config.batch_tokens, wants_top1=lambda _: True):
+        total = sum(len(samples[at].ids) for block in mine for at in block if samples[at].id in wanted)
+        done = 0
+        for block in mine:
+            todo = [sample for at in block if (sample := samples[at]).id in wanted]
+            for captured in capture(target, todo, taps, batch_tokens=config.batch_tokens, wants_top1=lambda _: True):
                 writer.add(captured.sample, captured.features, captured.top1)
                 done += len(captured.sample.ids)
                 progress(done, total)
@@ -96,17 +98,15 @@ def holds(path: str | Path, identity: StoreIdentity, samples: Sequence[Sample]) 
     return True
 
 
-def blocks(samples: Sequence[Sample], tokens: int) -> list[list[Sample]]:
-    """Runs of documents of at least `tokens` tokens each, but for the last."""
-    found: list[list[Sample]] = []
-    size = tokens
-    for sample in samples:
-        if size >= tokens:
-            found.append([])
+def blocks(lengths: Sequence[int], tokens: int) -> list[range]:
+    """Runs of documents of at least `tokens` tokens each, but for the last, as places in the list of their lengths."""
+    ends, size = [], 0
+    for place, length in enumerate(lengths, 1):
+        size += length
+        if size >= tokens or place == len(lengths):
+            ends.append(place)
             size = 0
-        found[-1].append(sample)
-        size += len(sample.ids)
-    return found
+    return [range(start, end) for start, end in zip([0, *ends[:-1]], ends, strict=True)]
 
 
 def job_name(identity: StoreIdentity, samples: Sequence[Sample]) -> str:
@@ -147,7 +147,7 @@ def spot_check(reader: StoreReader, target: CausalLM, samples: Sequence[Sample],
                 raise StoreError(
                     f"the rows of tap {tap} for sample {captured.sample.id} differ from the target's by {off:.0%}",
                     where=reader.path,
-                    remedy="remove the store and build it anew",
+                    remedy="build it again in another folder (features.path)",
                 )
 
 
@@ -178,6 +178,10 @@ def convert_store(
     Raises:
         StoreError: a store that is damaged or incomplete, a tap that it lacks, or what `StoreWriter` refuses.
     """
+    if Path(source).resolve() == Path(out).resolve():
+        raise StoreError(
+            "would be copied onto itself", where=out, remedy="name another folder; the store itself stays as it is"
+        )
     reader = StoreReader(source)
     lacking = [name for name in taps or () if name not in reader.identity.taps]
     if lacking:

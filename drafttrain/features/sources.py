@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -37,6 +37,21 @@ class FeatureSource(Protocol):
         ...
 
 
+@runtime_checkable
+class WaitingSource(FeatureSource, Protocol):
+    """A source that waits for others as long as it takes.
+
+    Attributes:
+        gave_up: whether a batch could not be had after `give_up`; it was given blank, for ranks to stay in step.
+    """
+
+    gave_up: bool
+
+    def give_up(self) -> None:
+        """Wait no longer. May be called from a signal handler."""
+        ...
+
+
 def taps_with_final(spec: FeatureSpec) -> tuple[Tap, ...]:
     """The taps of a draft, and the final one that every objective needs; without repeats, in order."""
     return tuple(dict.fromkeys((*spec.taps, Tap.final)))
@@ -45,8 +60,8 @@ def taps_with_final(spec: FeatureSpec) -> tuple[Tap, ...]:
 class OnlineFeatures:
     """Runs the frozen target on each batch.
 
-    The target's next token is remembered for every document, 4 bytes a token: its head over the full vocabulary is
-    computed in the first epoch only.
+    The target's next tokens are remembered (see `KnownTokens`): its head over the full vocabulary is computed in the
+    first epoch only.
 
     Args:
         target: in its own dtype, on its own device.
@@ -62,7 +77,7 @@ class OnlineFeatures:
         self.taps = taps_with_final(spec)
         self._batch_tokens = batch_tokens
         self._want_top1 = want_top1
-        self._known: dict[str, Tensor] = {}
+        self._known = KnownTokens()
         self.target_s = 0.0
 
     def batch(self, rows: Rows, device: torch.device) -> DraftBatch:
@@ -79,7 +94,7 @@ class OnlineFeatures:
         ):
             sample, top1 = captured.sample, captured.top1
             if top1 is not None:
-                self._known[sample.id] = top1.to("cpu", torch.int32)
+                self._known.keep(sample.id, top1)
             elif self._want_top1:
                 top1 = self._known[sample.id]
             for place in found[id(sample)]:
@@ -126,6 +141,30 @@ class StoredFeatures:
         """See `FeatureSource`."""
         if self._pool is not None:
             self._pool.shutdown()
+
+
+class KnownTokens:
+    """The target's next tokens by document, 4 bytes each, as far as a budget goes.
+
+    Args:
+        budget: tokens that are kept; documents that come when it is spent are computed each time.
+    """
+
+    def __init__(self, budget: int = 2**26) -> None:
+        self._left = budget
+        self._kept: dict[str, Tensor] = {}
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._kept
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._kept[name]
+
+    def keep(self, name: str, top1: Tensor) -> None:
+        """Remember top1 [L] of a document, if there is room."""
+        if name not in self._kept and len(top1) <= self._left:
+            self._left -= len(top1)
+            self._kept[name] = top1.to("cpu", torch.int32)
 
 
 class Buffers:

@@ -1,6 +1,7 @@
 """Features on disk: a folder of shards that were written to temporary names and renamed.
 
     manifest.json                what the store was made for, whether it is complete, and then its counts
+    recipe.yaml, provenance.json the recipe that it was built from, and each launch that wrote to it
     writing.lock                 the job that writes here, or wrote here last
     shards/000000/index.json     documents, spans, size and SHA-256 of each file of the shard
     shards/000000/features.bin   [tokens, taps * H], the taps side by side in the manifest's order
@@ -128,10 +129,16 @@ def read_manifest(path: Path) -> Manifest:
     try:
         raw = read_json(path / "manifest.json")
     except UserError as error:
+        if not (path / "shards").is_dir():
+            raise StoreError(
+                f"no feature store here: {error.what}",
+                where=path / "manifest.json",
+                remedy="check the path; `drafttrain features build RECIPE` makes a store",
+            ) from None
         raise StoreError(
-            f"no feature store here: {error.what}",
+            f"the manifest of this store cannot be read: {error.what}",
             where=path / "manifest.json",
-            remedy="remove the folder, if it is one, to build it anew",
+            remedy="put the manifest back, or build a store in another folder (features.path)",
         ) from None
     identity = raw.get("identity") if isinstance(raw, dict) else None
     found = identity.get("schema") if isinstance(identity, dict) else None
@@ -139,7 +146,7 @@ def read_manifest(path: Path) -> Manifest:
         raise StoreError(
             f"the store has schema version {found}, this version reads {SCHEMA}",
             where=path,
-            remedy="rebuild it: remove the folder and train again",
+            remedy="build it again in another folder (features.path)",
         )
     try:
         known = StoreIdentity(**{**identity, "taps": tuple(identity["taps"])})
@@ -159,7 +166,7 @@ def require_fit(path: Path, wanted: StoreIdentity, found: StoreIdentity) -> None
         raise StoreError(
             f"the store was made for another target or draft; what differs: {'; '.join(differing)}",
             where=path,
-            remedy="give features.path another folder, or remove this one to build it anew",
+            remedy="give features.path another folder",
         )
 
 

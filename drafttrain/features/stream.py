@@ -22,7 +22,7 @@ from drafttrain.features.building import TOLERANCE, difference
 from drafttrain.features.capture import capture, check_features
 from drafttrain.features.config import FeaturesConfig
 from drafttrain.features.layout import Place, Rows, lay_out, places
-from drafttrain.features.sources import Buffers, taps_with_final
+from drafttrain.features.sources import Buffers, KnownTokens, taps_with_final
 from drafttrain.features.wire import FEATURES_PATH, PROTOCOL, TARGET_PATH, FeatureAnswer, FeatureRequest
 from drafttrain.modeling.causal_lm import CausalLM
 from drafttrain.modeling.taps import FeatureSpec, Tap
@@ -40,6 +40,10 @@ class _Lost(Exception):
 
 class _Busy(Exception):
     """The server is there, and its queue full."""
+
+
+class _GivenUp(Exception):
+    """No server answers, and nobody wants to wait any longer."""
 
 
 class StreamedFeatures:
@@ -76,8 +80,9 @@ class StreamedFeatures:
         self.target_s = 0.0
         self._identity, self._dtype, self._want_top1, self._say = identity, dtype, want_top1, say
         self._wait, self._urls = config.on_loss == "wait", [url.rstrip("/") for url in config.urls]
-        self._known: dict[str, Tensor] = {}
-        self._closed = threading.Event()
+        self._known = KnownTokens()
+        self._closed, self._hurry = threading.Event(), threading.Event()
+        self.gave_up = False
         self._http = httpx.Client(
             headers={"Authorization": f"Bearer {token}"},
             timeout=httpx.Timeout(config.timeout_s, connect=10.0),
@@ -96,19 +101,31 @@ class StreamedFeatures:
             found.setdefault(place.sample.id, []).append(place)
         began = time.perf_counter()
         shares = self._deal([at[0].sample for at in found.values()])
-        # Each server is asked for its share at once; a further share of the same one comes after.
-        for share, documents in zip(shares, self._pool.map(self._ask, range(len(shares)), shares), strict=True):
-            for sample, (features, top1) in zip(share, documents, strict=True):
-                if self._want_top1:
-                    top1 = self._known.setdefault(sample.id, top1)
-                for place in found[sample.id]:
-                    buffers.put(place, features, top1 if self._want_top1 else None)
+        try:
+            # Each server is asked for its share at once; a further share of the same one comes after.
+            for share, documents in zip(shares, self._pool.map(self._ask, range(len(shares)), shares), strict=True):
+                for sample, (features, top1) in zip(share, documents, strict=True):
+                    if sample.id in self._known:
+                        top1 = self._known[sample.id]
+                    elif self._want_top1:
+                        self._known.keep(sample.id, top1)
+                    for place in found[sample.id]:
+                        buffers.put(place, features, top1 if self._want_top1 else None)
+        except _GivenUp:
+            self.gave_up = True
+            blank = torch.zeros(*batch.tokens.shape, self._identity.hidden_size, dtype=getattr(torch, self._dtype))
+            batch.features = {tap: blank.to(device) for tap in self.taps}
         self.target_s += time.perf_counter() - began
         return batch
+
+    def give_up(self) -> None:
+        """See `WaitingSource`."""
+        self._hurry.set()
 
     def close(self) -> None:
         """See `FeatureSource`. What still waits for a server gives up."""
         self._closed.set()
+        self._hurry.set()
         self._pool.shutdown()
         self._http.close()
 
@@ -176,8 +193,11 @@ class StreamedFeatures:
                 if time.monotonic() - reminded > _REMIND_S:
                     self._say(f"waiting for a feature server at {', '.join(urls)}: {reasons}")
                     reminded = time.monotonic()
-            if self._closed.wait(pause * random.uniform(0.5, 1.0)):
+            (self._closed if self._hurry.is_set() else self._hurry).wait(pause * random.uniform(0.5, 1.0))
+            if self._closed.is_set():
                 raise FeatureServerError("training ended while a server was waited for", where=", ".join(urls))
+            if len(lost) == len(urls) and self._hurry.is_set():
+                raise _GivenUp
             pause = min(2 * pause, _BACKOFF_S[1] if lost else 1.0)
 
     def _describe(self, url: str) -> dict[str, Any]:

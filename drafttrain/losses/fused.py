@@ -110,19 +110,20 @@ class FusedLoss:
             for number, group in enumerate(self.groups):
                 taken = [rows[k][start : min(end, self.counts[k])] for k in group.depths]
                 logits, x = self._loss(group, taken, target_logits, start, end)
-                if not self.with_grad:
-                    continue
-                sizes = [len(part) for part in taken]
-                scale = torch.cat(
-                    [logits.new_full((n, 1), self.scales[k]) for k, n in zip(group.depths, sizes, strict=True)]
-                )
-                _backward(
-                    logits, x, scale, group.compute.weight,
-                    [None if grads[k] is None else grads[k][start : start + n]  # type: ignore[index]
-                     for k, n in zip(group.depths, sizes, strict=True)],
-                    grads[depths + 2 * number],
-                    grads[depths + 2 * number + 1],
-                )  # fmt: skip
+                if self.with_grad:
+                    sizes = [len(part) for part in taken]
+                    scale = torch.cat(
+                        [logits.new_full((n, 1), self.scales[k]) for k, n in zip(group.depths, sizes, strict=True)]
+                    )
+                    _backward(
+                        logits, x, scale, group.compute.weight,
+                        [None if grads[k] is None else grads[k][start : start + n]  # type: ignore[index]
+                         for k, n in zip(group.depths, sizes, strict=True)],
+                        grads[depths + 2 * number],
+                        grads[depths + 2 * number + 1],
+                    )  # fmt: skip
+                # Else they would lie beside those that come next.
+                del logits, x
         weights = torch.tensor(self.scales, dtype=torch.float64, device=self.labels.device)
         total = torch.zeros((), dtype=torch.float64, device=self.labels.device)
         for name, weight, _ in self.terms:

@@ -8,11 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from drafttrain.corpus.chat import ChatRenderer
-from drafttrain.corpus.dataset import Corpus, build_corpus, split_held_out, token_counts
+from drafttrain.corpus.dataset import Corpus, build_corpus, in_order_of_ids, split_held_out, token_counts
+from drafttrain.corpus.samples import lengths_of
 from drafttrain.corpus.types import Conversation, Sample
 from drafttrain.drafters.base import Drafter
 from drafttrain.drafters.build import blocks_read, build_drafter, init_from_target, new_vocab_map
@@ -20,7 +22,7 @@ from drafttrain.drafters.eagle.eagle3 import Eagle3Drafter
 from drafttrain.drafters.eagle.widen import widen_vocab
 from drafttrain.drafters.lora import add_lora
 from drafttrain.drafters.saving import check_target, warm_start
-from drafttrain.errors import RecipeError, UserError
+from drafttrain.errors import RecipeError, StoreError, UserError
 from drafttrain.features.building import build_store, holds, open_store, spot_check
 from drafttrain.features.hybrid import HybridFeatures
 from drafttrain.features.lock import WHOLE, Part
@@ -31,12 +33,14 @@ from drafttrain.features.wire import find_token
 from drafttrain.losses.objective import Objective
 from drafttrain.modeling.vocab_map import VocabMap
 from drafttrain.recipe.conversations import InProcess, data_hashes, prepare_conversations, what_was_left_out
+from drafttrain.recipe.load import save_recipe
+from drafttrain.recipe.provenance import collect_provenance, record_provenance
 from drafttrain.recipe.schema import Recipe
 from drafttrain.targets.config import TargetConfig
 from drafttrain.targets.load import load_target
 from drafttrain.targets.model import TargetModel
 
-Data = tuple[Corpus, list[Conversation]]
+Data = tuple[Corpus, Sequence[Conversation]]
 """Training samples, and the conversations held out of them."""
 
 
@@ -143,7 +147,7 @@ class StoreParts:
 
     target: TargetModel
     identity: StoreIdentity
-    samples: list[Sample]
+    samples: Sequence[Sample]
 
 
 def prepare_store(recipe: Recipe, report: Reporter) -> StoreParts:
@@ -175,7 +179,7 @@ def prepare_corpus(recipe: Recipe, target: TargetModel, chat: ChatRenderer, repo
     for line in what_was_left_out(recipe):
         report.say(line)
     # Answers lie in the order in which they were finished, which a resumed run does not repeat.
-    conversations.sort(key=lambda item: item.id)
+    conversations = in_order_of_ids(conversations)
     training, held_out = split_held_out(conversations, data.held_out, seed=recipe.seed)
     corpus = build_corpus(training, chat, max_length=data.max_length, vocab_size=target.vocab_size)
     report.say(
@@ -228,8 +232,8 @@ def _fresh_map(
     counts: Tensor,
     known: Sequence[int] = (),
 ) -> VocabMap:
-    special = set(target.tokenizer.added_tokens_decoder)
-    seen = {int(token) for sample in samples for token in sample.ids.tolist() if token in special}
+    special = np.array(sorted(target.tokenizer.added_tokens_decoder), dtype=np.int32)
+    seen = {int(token) for sample in samples for token in special[np.isin(special, sample.ids)]}
     return new_vocab_map(
         recipe.drafter,
         target.vocab_size,
@@ -274,7 +278,8 @@ def open_features(recipe: Recipe, parts: RunParts, report: Reporter, part: Part 
         return hybrid
     if config.stores:
         reader = open_store(path, parts.features, samples, config.verify)
-        spot_check(reader, target, samples)
+        if target.runs:
+            spot_check(reader, target, samples)
         return StoredFeatures(reader, config.workers)
     token, _ = find_token(config.token_file)
     streamed = StreamedFeatures(
@@ -286,7 +291,8 @@ def open_features(recipe: Recipe, parts: RunParts, report: Reporter, part: Part 
         want_top1=want_top1,
         say=report.say,
     )
-    streamed.spot_check(target, samples)
+    if target.runs:
+        streamed.spot_check(target, samples)
     return streamed
 
 
@@ -298,17 +304,33 @@ def build_features(
     report: Reporter,
     part: Part,
 ) -> bool:
-    """Add to the recipe's store what it lacks, or this part's share of it; whether it is complete then."""
+    """Add to the recipe's store what it lacks, or this part's share of it; whether it is complete then.
+
+    The first part leaves the recipe and where the rows come from beside them.
+    """
+    path = store_path(recipe)
+    if holds(path, identity, samples):
+        return True
+    if not target.runs:
+        raise StoreError(
+            "lacks features of the recipe's samples, and the target is not here: target.placement is elsewhere",
+            where=path,
+            remedy="complete it first: drafttrain features build RECIPE, where the target fits",
+        )
 
     def progress(done: int, total: int) -> None:
         report.progress("features", done, total)
 
-    return build_store(store_path(recipe), identity, target, samples, recipe.features, progress, part)
+    complete = build_store(path, identity, target, samples, recipe.features, progress, part)
+    if part.index == 0:
+        save_recipe(recipe, path)
+        record_provenance(path, collect_provenance(target.identity.to_dict(), data_hashes(recipe)))
+    return complete
 
 
 def store_size(recipe: Recipe, identity: StoreIdentity, samples: Sequence[Sample]) -> str:
     """A line that says how large the recipe's store will be, before anything is written."""
-    tokens = sum(len(sample.ids) for sample in samples)
+    tokens = int(lengths_of(samples).sum())
     size = tokens * identity.bytes_per_token
     line = (
         f"features: store {store_path(recipe)}, {size / 2**30:.2f} GiB for {tokens} tokens, "

@@ -88,22 +88,31 @@ def _stores_hold_what_is_read(drafter: AnyDrafter, features: FeaturesConfig) -> 
         )
 
 
-def _sharded_targets_only_train(target: TargetConfig, data: DataConfig, features: FeaturesConfig) -> Iterator[Problem]:
+def _targets_do_what_they_can(
+    target: TargetConfig, data: DataConfig, features: FeaturesConfig, evaluation: EvaluationConfig
+) -> Iterator[Problem]:
     if target.placement == "whole":
         return
     where = ("target", "placement")
-    if features.source != "online":
-        yield Problem(where, "a target in shards computes features as they are needed: use features.source 'online'")
+    which = "a target in shards" if target.placement == "zero3" else "a target elsewhere"
     if data.path is None and data.answers.source == "target":
         yield Problem(
             where,
-            "a target in shards does not write answers: let a server write them (data.answers.source: server), "
+            f"{which} does not write answers: let a server write them (data.answers.source: server), "
             "or name finished conversations (data.path)",
         )
     if data.path is None and any(source.source == "self" for source in data.prompts):
-        yield Problem(where, "a target in shards does not write prompts: write them first with `drafttrain prompts`")
+        yield Problem(where, f"{which} does not write prompts: write them first with `drafttrain prompts`")
+    if target.placement == "elsewhere":
+        if features.source not in ("stream", "offline"):
+            yield Problem(where, f"{which} computes nothing here: use features.source 'stream', or a finished store")
+        if evaluation.prompts:
+            yield Problem(where, f"{which} cannot be drafted for while training: set evaluation.prompts to 0")
+        return
+    if features.source != "online":
+        yield Problem(where, f"{which} computes features as they are needed: use features.source 'online'")
     if target.device != "auto":
-        yield Problem(("target", "device"), "a target in shards lies on all ranks' devices: device must be 'auto'")
+        yield Problem(("target", "device"), f"{which} lies on all ranks' devices: device must be 'auto'")
 
 
 _CHECKS = (
@@ -114,5 +123,5 @@ _CHECKS = (
     _drafts_are_deep_enough,
     _terms_have_inputs,
     _stores_hold_what_is_read,
-    _sharded_targets_only_train,
+    _targets_do_what_they_can,
 )

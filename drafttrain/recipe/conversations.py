@@ -7,7 +7,7 @@ goes on from where another stopped.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -23,6 +23,7 @@ from drafttrain.corpus.answers import (
 from drafttrain.corpus.chat import ChatRenderer
 from drafttrain.corpus.config import PromptSource
 from drafttrain.corpus.dataset import require_rest
+from drafttrain.corpus.lines import write_lines
 from drafttrain.corpus.openai_server import ServerAnswers
 from drafttrain.corpus.readers import (
     ReadResult,
@@ -94,7 +95,7 @@ class ConversationFiles:
 
 def prepare_prompts(
     recipe: Recipe, chat: ChatRenderer, target: Callable[[], InProcess], progress: Progress | None = None
-) -> list[Prompt]:
+) -> Sequence[Prompt]:
     """The recipe's prompts: from disk if collected from the same sources before, else collected and written.
 
     Args:
@@ -146,7 +147,7 @@ def answer_prompts(
     chat: ChatRenderer,
     target: Callable[[], InProcess],
     progress: Progress | None = None,
-    prompts: list[Prompt] | None = None,
+    prompts: Sequence[Prompt] | None = None,
 ) -> Regenerated:
     """Answer the recipe's prompts into the run's folder; what is there already is kept.
 
@@ -167,7 +168,7 @@ def prepare_conversations(
     chat: ChatRenderer,
     target: Callable[[], InProcess],
     progress: Progress | None = None,
-) -> list[Conversation]:
+) -> Sequence[Conversation]:
     """All conversations of a recipe: read where they are given, answered where they are not yet.
 
     Raises:
@@ -198,8 +199,8 @@ def what_was_left_out(recipe: Recipe) -> list[str]:
     return lines
 
 
-def present_conversations(recipe: Recipe) -> list[Conversation]:
-    """The conversations that are there: given ones, or those answered so far.
+def present_conversations(recipe: Recipe) -> Sequence[Conversation]:
+    """The conversations that are there: given ones, or those answered so far. They stay on disk.
 
     Raises:
         DataError: none yet, or not readable.
@@ -210,12 +211,15 @@ def present_conversations(recipe: Recipe) -> list[Conversation]:
     if data.answers.source == "given":
         given = [read_conversations(source) for source in data.prompts]
         _write_rejects(ConversationFiles.of(recipe).rejects, [r for found in given for r in found.rejects])
+        if len(given) == 1:
+            return given[0].items
         # Two files may count their rows alike.
-        return [
+        named = (
             replace(conversation, id=f"{number}-{conversation.id}" if number else conversation.id)
             for number, found in enumerate(given)
             for conversation in found.items
-        ]
+        )
+        return write_lines(named, Conversation.to_json, Conversation.from_json)
     return read_answers(ConversationFiles.of(recipe).answers)
 
 

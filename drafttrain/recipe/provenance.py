@@ -66,6 +66,14 @@ def record_provenance(folder: str | Path, entry: Mapping[str, Any]) -> Path:
     return file
 
 
+def copy_provenance(source: str | Path, out: str | Path) -> None:
+    """Give what was made of a folder that folder's launches, as far as it has any, and this one."""
+    file = Path(out) / PROVENANCE
+    before = Path(source) / PROVENANCE
+    launches = read_json(before) if before.exists() else []
+    write_json(file, [*launches, {**collect_provenance(), "made_from": str(Path(source).resolve())}])
+
+
 def versions() -> dict[str, str]:
     """Versions of Python and of the packages that a result depends on, those installed only."""
     found = {"python": platform.python_version()}

@@ -20,8 +20,9 @@ class TargetConfig(Config):
         gguf_file: name of a GGUF file inside `model`, or None.
         tokenizer: another place for the tokenizer, or None for the model's own.
         trust_remote_code: run code that the checkpoint brings. Off unless you say so.
-        placement: where the target lies while a draft trains: "whole" on each rank, or its blocks in shards over the
-            ranks ("zero3", with DeepSpeed), gathered one by one as a forward comes to them.
+        placement: where the target lies while a draft trains: "whole" on each rank; its blocks in shards over the
+            ranks ("zero3", with DeepSpeed), gathered one by one as a forward comes to them; or "elsewhere": feature
+            servers or a store give its states, and a rank loads embedding, final norm and head alone.
     """
 
     model: str = Field(min_length=1)
@@ -31,4 +32,4 @@ class TargetConfig(Config):
     gguf_file: str | None = None
     tokenizer: str | None = None
     trust_remote_code: bool = False
-    placement: Literal["whole", "zero3"] = "whole"
+    placement: Literal["whole", "zero3", "elsewhere"] = "whole"

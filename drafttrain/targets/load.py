@@ -37,18 +37,21 @@ def load_target(
     config: TargetConfig,
     build: Build | None = None,
     wrap: Callable[[Any, Any, TargetIdentity], TargetModel] = TargetModel,
+    *,
+    blocks: bool = True,
 ) -> TargetModel:
     """Load weights and tokenizer, frozen, on the device asked for.
 
     Args:
         build: calls the loader it is given and places what that gives; default: whole, on the device.
         wrap: makes the target of model, tokenizer and identity.
+        blocks: whether to load them, too; without, the model is embedding, final norm and head.
 
     Raises:
         TargetError: not found, unreadable, an unsupported architecture, remote code without leave, or a forward
             that is not finite.
     """
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     place = _locate(config)
     device = resolve_device(config.device)
@@ -59,8 +62,14 @@ def load_target(
 
         # Without it the weights stay packed: slow forwards, and nothing can be saved.
         options["quantization_config"] = GgufConfig(dequantize=True)
+
+    def load() -> Any:
+        if blocks:
+            return AutoModelForCausalLM.from_pretrained(place.source, **options)
+        return _without_blocks(AutoConfig.from_pretrained(place.source, **_common(config, place)), place, options)
+
     with _explained(config, "weights"), no_bars():
-        hf: Any = (build or _whole)(lambda: AutoModelForCausalLM.from_pretrained(place.source, **options), device)
+        hf: Any = (build or _whole)(load, device)
     rows = int(hf.get_input_embeddings().weight.shape[0])
     identity = _identity(config, place, tokenizer, hf.config.get_text_config(), rows)
     return wrap(hf, tokenizer, identity)
@@ -68,6 +77,21 @@ def load_target(
 
 def _whole(load: Callable[[], Any], device: torch.device) -> Any:
     return load().to(device)
+
+
+def _without_blocks(config: Any, place: _Place, options: dict[str, Any]) -> Any:
+    """The model with no blocks, and a config that says how many there are; their weights are not read."""
+    from transformers import AutoModelForCausalLM
+
+    text = config.get_text_config()
+    true = {name: getattr(text, name) for name in ("num_hidden_layers", "layer_types") if hasattr(text, name)}
+    text.num_hidden_layers = 0
+    if true.get("layer_types"):
+        text.layer_types = []
+    hf: Any = AutoModelForCausalLM.from_pretrained(place.source, config=config, **options)
+    for name, value in true.items():
+        setattr(hf.config.get_text_config(), name, value)
+    return hf
 
 
 def load_identity(config: TargetConfig) -> TargetIdentity:

@@ -21,7 +21,10 @@ class TargetModel(CausalLM):
         identity: hashes that features and drafts are checked against.
         stop_ids: ids that end a turn or a text, from the generation config and the tokenizer.
         context: longest sequence in tokens.
+        runs: whether its forward can be called here.
     """
+
+    runs = True
 
     def __init__(self, hf: Any, tokenizer: Any, identity: TargetIdentity) -> None:
         super().__init__(hf)

@@ -55,7 +55,8 @@ def make_accelerator(launch: Launch | None = None, clip_norm: float | None = Non
     else:
         handlers = [
             InitProcessGroupKwargs(timeout=_PATIENCE),
-            DistributedDataParallelKwargs(broadcast_buffers=False),
+            # Gradients lie in the buckets that are sent, not beside them.
+            DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True),
         ]
         # The recipe decides on the precision, and the trained module applies it.
         accelerator = Accelerator(mixed_precision="no", cpu=on_cpu, kwargs_handlers=handlers)

@@ -23,6 +23,8 @@ from drafttrain.recipe.history import changes, check_changes, earlier_name, keep
 from drafttrain.recipe.load import RESOLVED
 from drafttrain.recipe.provenance import collect_provenance, record_provenance, versions
 from drafttrain.recipe.schema import Recipe
+from drafttrain.targets.ends import load_ends
+from drafttrain.targets.load import load_target
 from drafttrain.training.acceptance import EngineMeasurement
 from drafttrain.training.adapter import ADAPTER, require_peft, save_adapter
 from drafttrain.training.callbacks import Listener, WandbTracker, require_tracker
@@ -213,9 +215,10 @@ def _base(recipe: Recipe) -> str:
 
 
 def _build(recipe: Recipe, report: ConsoleReporter, ranks: Ranks) -> RunParts:
-    if recipe.target.placement == "whole":
+    if recipe.target.placement != "zero3":
+        load = load_target if recipe.target.placement == "whole" else load_ends
         # The main rank writes data and features; the others then find them.
-        return ranks.main_first(lambda: build_run(recipe, report))
+        return ranks.main_first(lambda: build_run(recipe, report, load))
     # Loading in shards and copying from them is done by all ranks at once.
     return ranks.together(lambda: build_run(recipe, report, load_sharded_target, ranks.main_first))
 

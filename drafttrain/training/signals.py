@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
+from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -12,10 +13,15 @@ _STOP = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 
 class StopRequest:
-    """While active, `asked` becomes True on SIGTERM, SIGINT or SIGUSR1 instead of the process dying."""
+    """While active, `asked` becomes True on SIGTERM, SIGINT or SIGUSR1 instead of the process dying.
 
-    def __init__(self) -> None:
+    Args:
+        tell: called then, in the signal handler.
+    """
+
+    def __init__(self, tell: Callable[[], None] = lambda: None) -> None:
         self.asked = False
+        self._tell = tell
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> StopRequest:
@@ -29,6 +35,7 @@ class StopRequest:
         if self.asked and number == signal.SIGINT:
             raise KeyboardInterrupt
         self.asked = True
+        self._tell()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

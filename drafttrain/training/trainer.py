@@ -17,7 +17,7 @@ from drafttrain.corpus.types import Sample
 from drafttrain.drafters.base import Drafter
 from drafttrain.errors import AlreadyReported, CheckpointError, DataError, UserError
 from drafttrain.features.layout import lay_out
-from drafttrain.features.sources import FeatureSource
+from drafttrain.features.sources import FeatureSource, WaitingSource
 from drafttrain.losses.objective import Objective, ObjectiveOutput
 from drafttrain.modeling.head import Head
 from drafttrain.recipe.training_config import TrainingConfig
@@ -213,7 +213,8 @@ class Trainer:
             DataError: no supervised label in a whole step.
         """
         finished = True
-        with StopRequest() as stop:
+        source = self.source
+        with StopRequest(source.give_up if isinstance(source, WaitingSource) else lambda: None) as stop:
             try:
                 if self.guard.rolls_back and not self.state.step:
                     self._save()
@@ -236,7 +237,7 @@ class Trainer:
         return TrainResult(self.state, finished)
 
     def _train_window(self, window: Window, listeners: Sequence[Listener], stop: StopRequest) -> bool:
-        """One optimiser step; False, with nothing done, when some rank was asked to stop."""
+        """One optimiser step; False, with nothing changed, when some rank was asked to stop."""
         began = time.perf_counter()
         micro = window.micro_batches(self.rank, self.ranks, self.config.batch_rows)
         counts, asked_to_stop = self._agree(micro, stop)
@@ -255,7 +256,11 @@ class Trainer:
             self._micro_step(index, rows, counts, last=index == len(micro) - 1) for index, rows in enumerate(micro)
         ]
         losses = torch.stack([output.loss.detach() for output in outputs]).double().cpu()
-        loss = self._over_ranks(losses.sum())
+        loss, gave_up = self._over_ranks(torch.stack([losses.sum(), losses.new_tensor(self._gave_up())])).tolist()
+        if gave_up:
+            # Some rank was told to stop while it waited for features: this step is made after the resume.
+            self.strategy.drop()
+            return False
         self._at("update", 2 * len(micro))
         norm = 0.0
         trouble = self.guard.of_loss(loss)
@@ -284,8 +289,11 @@ class Trainer:
             self._log(rate, listeners)
         return True
 
-    def _over_ranks(self, value: Tensor) -> float:
-        return float(sum_over_ranks(self.accelerator, value) if self.ranks > 1 else value)
+    def _over_ranks(self, value: Tensor) -> Tensor:
+        return sum_over_ranks(self.accelerator, value) if self.ranks > 1 else value
+
+    def _gave_up(self) -> bool:
+        return isinstance(self.source, WaitingSource) and self.source.gave_up
 
     def _agree(self, micro: list[list[Row]], stop: StopRequest) -> tuple[Tensor, bool]:
         """Labels a depth [K] in the whole window over all ranks, and whether a rank was told to stop."""
@@ -293,7 +301,7 @@ class Trainer:
         for rows in micro:
             local[:-1] += self.objective.counts(lay_out(rows), self.depths).cpu()
         local[-1] = float(stop.asked)
-        total = sum_over_ranks(self.accelerator, local) if self.ranks > 1 else local
+        total = self._over_ranks(local)
         return total[:-1], bool(total[-1] > 0)
 
     def _micro_step(self, index: int, rows: list[Row], counts: Tensor, last: bool) -> ObjectiveOutput:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from drafttrain.corpus.samples import lengths_of
 from drafttrain.corpus.types import Sample
 from drafttrain.errors import DataError
 
@@ -81,42 +82,43 @@ class DataOrder:
     ) -> None:
         if not samples:
             raise DataError("there are no training samples", remedy="look at the rejects, or give more prompts")
-        longest = max(samples, key=lambda sample: len(sample.ids))
-        if len(longest.ids) > row_length:
+        self.lengths = lengths_of(samples)
+        longest = int(self.lengths.argmax())
+        if self.lengths[longest] > row_length:
             raise DataError(
-                f"has {len(longest.ids)} tokens, a row holds {row_length}",
-                where=f"sample {longest.id}",
+                f"has {self.lengths[longest]} tokens, a row holds {row_length}",
+                where=f"sample {samples[longest].id}",
                 remedy="raise training.row_length, or lower data.max_length to it",
             )
-        self.samples = list(samples)
+        self.samples = samples
         self.row_length = row_length
         self.packing = packing
         self.window_rows = window_rows
         self.seed = seed
         self.shuffle_block = shuffle_block
 
-    def epoch_rows(self, epoch: int) -> list[Row]:
-        """All rows of an epoch, in the order in which they are trained on; each sample stands in exactly one."""
+    def epoch_rows(self, epoch: int) -> list[list[int]]:
+        """All rows of an epoch, in the order in which they are trained on, as places of samples in the training set;
+        each stands in exactly one."""
         rng = np.random.default_rng([self.seed, epoch])
         order = block_order(len(self.samples), self.shuffle_block, rng)
-        shuffled = [self.samples[index] for index in order]
-        rows = first_fit(shuffled, self.row_length) if self.packing else [[sample] for sample in shuffled]
         if self.packing:
-            return rows
-        return self._bucketed(rows, rng)
+            rows = first_fit(self.lengths[order].tolist(), self.row_length)
+            return [[order[place] for place in row] for row in rows]
+        return self._bucketed([[index] for index in order], rng)
 
-    def _bucketed(self, rows: list[Row], rng: np.random.Generator) -> list[Row]:
+    def _bucketed(self, rows: list[list[int]], rng: np.random.Generator) -> list[list[int]]:
         """Rows of similar length side by side, within stretches short enough to leave the order random."""
         stretch = self.window_rows * _BUCKET_WINDOWS
-        stretches: list[list[list[Row]]] = []
+        stretches: list[list[list[list[int]]]] = []
         for start in range(0, len(rows), stretch):
-            near = sorted(rows[start : start + stretch], key=_tokens)
+            near = sorted(rows[start : start + stretch], key=lambda row: self.lengths[row].sum())
             stretches.append([near[i : i + self.window_rows] for i in range(0, len(near), self.window_rows)])
         if self.shuffle_block is None:
             stretches = [[window for part in stretches for window in part]]
         # A short window stays last, so that windows of an epoch begin at multiples of window_rows.
         short = [window for part in stretches for window in part if len(window) < self.window_rows]
-        ordered: list[list[Row]] = []
+        ordered: list[list[list[int]]] = []
         for part in stretches:
             whole = [window for window in part if len(window) == self.window_rows]
             ordered += [whole[index] for index in rng.permutation(len(whole))]
@@ -137,7 +139,7 @@ class DataOrder:
             rows = self.epoch_rows(epoch)
             while row < len(rows):
                 window = rows[row : row + self.window_rows]
-                yield Window(epoch, row, window)
+                yield Window(epoch, row, [[self.samples[index] for index in places] for places in window])
                 row += len(window)
             epoch, row = epoch + 1, 0
 
@@ -159,22 +161,22 @@ def block_order(count: int, block: int | None, rng: np.random.Generator) -> list
     return order
 
 
-def first_fit(samples: Sequence[Sample], row_length: int, open_rows: int = 64) -> list[Row]:
-    """Pack samples into rows of at most `row_length` tokens: the first of the open rows with room takes the next.
+def first_fit(lengths: Sequence[int], row_length: int, open_rows: int = 64) -> list[list[int]]:
+    """Pack samples of `lengths` into rows of at most `row_length` tokens, as places in that list: the first of the
+    open rows with room takes the next.
 
     Rows come in the order in which they were opened. Only the `open_rows` latest stay open: the cost is linear.
     """
-    rows: list[Row] = []
+    rows: list[list[int]] = []
     room: list[int] = []
     oldest = 0
-    for sample in samples:
-        size = len(sample.ids)
+    for place, size in enumerate(lengths):
         oldest = max(oldest, len(rows) - open_rows)
         fits = next((i for i in range(oldest, len(rows)) if room[i] >= size), None)
         if fits is None:
-            rows.append([sample])
+            rows.append([place])
             room.append(row_length - size)
         else:
-            rows[fits].append(sample)
+            rows[fits].append(place)
             room[fits] -= size
     return rows

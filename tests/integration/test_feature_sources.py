@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,7 +24,7 @@ from drafttrain.modeling.taps import FeatureSpec
 from drafttrain.targets.identity import TargetIdentity
 from drafttrain.targets.model import TargetModel
 from tests.chats import CHATML, chat_tokenizer
-from tests.integration.test_train_invariants import make, run
+from tests.integration.test_train_invariants import Recorder, make, run
 from tests.tiny_training import HIDDEN, LAYERS, VOCAB, samples, tiny_target
 
 DATA = samples(20)
@@ -44,14 +47,20 @@ def source_of(kind: str, spec: FeatureSpec, path: Path) -> Iterator[FeatureSourc
         source.close()
         open_store(path, identity, DATA)
     else:
-        target = TargetModel(tiny_target().hf, chat_tokenizer(CHATML), TARGET)
-        server = FeatureServer(target, "token", limits=ServerLimits(batch_tokens=100))
-        thread = threading.Thread(target=server.serve)
-        thread.start()
-        config = FeaturesConfig(source="stream", urls=(server.url,))
-        yield StreamedFeatures(config, "token", spec, identity=TARGET, dtype="float32")
-        server.stop()
-        thread.join()
+        with serving() as server:
+            config = FeaturesConfig(source="stream", urls=(server.url,))
+            yield StreamedFeatures(config, "token", spec, identity=TARGET, dtype="float32")
+
+
+@contextmanager
+def serving() -> Iterator[FeatureServer]:
+    target = TargetModel(tiny_target().hf, chat_tokenizer(CHATML), TARGET)
+    server = FeatureServer(target, "token", limits=ServerLimits(batch_tokens=100))
+    thread = threading.Thread(target=server.serve)
+    thread.start()
+    yield server
+    server.stop()
+    thread.join()
 
 
 @pytest.mark.parametrize("family", ["eagle3", "medusa", "draft_lm"])
@@ -73,3 +82,41 @@ def test_the_loss_curve_does_not_depend_on_where_features_come_from(tmp_path: Pa
             assert ours["loss"] == pytest.approx(online["loss"], rel=tolerance), (kind, ours["step"])
             assert ours["tokens"] == online["tokens"]
     assert len({record["loss"] for record in curves["online"]}) == 30  # it does train
+
+
+def test_sigterm_ends_a_run_that_waits_for_a_server_and_the_run_goes_on(tmp_path: Path) -> None:
+    online = run(make(tmp_path, "eagle3", DATA, max_steps=8, lr=2e-3))
+    trainer = make(tmp_path / "run", "eagle3", DATA, max_steps=8, lr=2e-3)
+    spec, records = trainer.drafter.feature_spec, Recorder()
+
+    def streamed(url: str) -> StreamedFeatures:
+        config = FeaturesConfig(source="stream", urls=(url,), on_loss="wait")
+        # It says that it waits, and is told to stop then.
+        stop = lambda message: os.kill(os.getpid(), signal.SIGTERM)  # noqa: E731
+        return StreamedFeatures(config, "token", spec, identity=TARGET, dtype="float32", say=stop)
+
+    with serving() as server:
+        trainer.source = streamed(server.url)
+        records.on_record = _then(records.on_record, lambda record: record["step"] == 3 and server.stop())  # type: ignore[method-assign]
+        result = trainer.fit([records])
+    trainer.source.close()
+    assert not result.finished and 3 <= result.state.step < 8
+    assert [path.name for path in trainer.checkpoints.iterdir()] == [f"step-{result.state.step:08d}"]
+    resumed = make(tmp_path / "run", "eagle3", DATA, max_steps=8, lr=2e-3)
+    resumed.restore("auto")
+    with serving() as server:
+        resumed.source = streamed(server.url)
+        rest = run(resumed)
+        resumed.source.close()
+    together = [*records.records, *rest]
+    assert [record["step"] for record in together] == list(range(1, 9))
+    for ours, theirs in zip(together, online, strict=True):
+        assert ours["loss"] == pytest.approx(theirs["loss"], rel=2e-4)
+
+
+def _then(first: Callable[[Any], None], second: Callable[[Any], object]) -> Callable[[Any], None]:
+    def both(value: Any) -> None:
+        first(value)
+        second(value)
+
+    return both

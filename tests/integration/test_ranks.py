@@ -14,6 +14,7 @@ import pytest
 from safetensors import safe_open
 
 from drafttrain.drafters.saving import load_draft
+from drafttrain.features.reader import StoreReader
 from tests.launching import ROOT, finish, start_ranks
 from tests.tiny_world import environment, make_world, metrics, recipe, train
 
@@ -123,3 +124,46 @@ def test_a_mistake_is_one_error_and_not_one_a_rank(world: Path) -> None:
     assert [status for status, _ in ends] == [2, 2]
     said = one_line("".join(output for _, output in ends))
     assert said.count("no such target folder") == 1 and "Traceback" not in said
+
+
+def test_two_ranks_write_one_store_and_go_on_after_a_kill(world: Path) -> None:
+    """Launched as a user would; a rank dies while both write, and the next launch adds what is missing alone."""
+    store = world / "shared-store"
+    features = {"source": "offline", "dtype": "float32", "path": str(store), "batch_tokens": 2}
+    few = {"max_steps": 3, "save_every": None}
+    path = recipe(world, world / "two-writers", features=features, training=few, evaluation=QUIET)
+    processes = start(world, path)
+    deadline = time.monotonic() + 250
+    while not (store / "writing.1.lock").exists():
+        assert all(process.poll() is None for process in processes) and time.monotonic() < deadline
+        time.sleep(0.001)
+    processes[1].send_signal(signal.SIGKILL)
+    (status, said), _ = finish(processes)
+    assert status not in (0, -signal.SIGKILL) and f"process {processes[1].pid}) died" in one_line(said)
+    # Rank 0 had its own part to write, and did.
+    left = {folder.name: folder.stat().st_mtime_ns for folder in (store / "shards").iterdir()}
+    assert any(int(name) % 2 == 0 for name in left)
+    train(world, str(path), ranks=2)
+    numbers = {int(folder.name) for folder in (store / "shards").iterdir()}
+    assert {number % 2 for number in numbers} == {0, 1}
+    assert all((store / "shards" / name).stat().st_mtime_ns == written for name, written in left.items())
+    reader = StoreReader(store)
+    assert reader.complete and len(reader) == 20
+    assert (store / "recipe.yaml").exists() and (store / "provenance.json").exists()
+    # What two ranks wrote serves one, and gives the curve of computed features.
+    alone = recipe(
+        world, world / "one-reader", features=features, training={**few, "accumulation": 4}, evaluation=QUIET
+    )
+    online = recipe(world, world / "no-store", training={**few, "accumulation": 4}, evaluation=QUIET)
+    for other in (alone, online):
+        train(world, str(other))
+    for name in ("one-reader", "no-store"):
+        for ours, theirs in zip(metrics(world / "two-writers"), metrics(world / name), strict=True):
+            assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-4), name
+
+
+def test_a_mistake_in_the_recipe_is_said_once(world: Path) -> None:
+    path = recipe(world, world / "typo", training={"shedule": "wsd"}, evaluation=QUIET)
+    ends = finish(start(world, path))
+    assert [status for status, _ in ends] == [2, 2]
+    assert one_line("".join(output for _, output in ends)).count("did you mean 'schedule'") == 1

@@ -10,18 +10,21 @@ import torch
 
 from drafttrain.errors import UserError
 
-# Dense peaks in TFLOP/s, bf16 and fp32 as torch uses it by default (no TF32), and GB of memory: vendors' data sheets.
-_GPUS: dict[str, tuple[float, float, float]] = {
-    "A10": (125, 31.2, 24),
-    "A100": (312, 19.5, 80),
-    "B200": (2250, 80, 180),
-    "H100": (989, 67, 80),
-    "H200": (989, 67, 141),
-    "L4": (121, 30.3, 24),
-    "L40S": (362, 91.6, 48),
-    "MI300X": (1307, 163, 192),
-    "RTX4090": (165, 82.6, 24),
+# Dense peaks in TFLOP/s, bf16 and fp32 as torch uses it by default (no TF32), GB of memory, and GB/s that a GPU can
+# receive from the others of its node: vendors' data sheets.
+_GPUS: dict[str, tuple[float, float, float, float]] = {
+    "A10": (125, 31.2, 24, 32),
+    "A100": (312, 19.5, 80, 300),
+    "B200": (2250, 80, 180, 900),
+    "H100": (989, 67, 80, 450),
+    "H200": (989, 67, 141, 450),
+    "L4": (121, 30.3, 24, 32),
+    "L40S": (362, 91.6, 48, 32),
+    "MI300X": (1307, 163, 192, 448),
+    "RTX4090": (165, 82.6, 24, 32),
 }
+_BETWEEN_NODES = 50.0  # GB/s: one 400 Gbit/s adapter a GPU
+_LINK_USE = 0.7
 _SPEC = re.compile(r"(?:(\d+)x)?([A-Za-z0-9]+?)(?:-(\d+(?:\.\d+)?)GB?)?", re.IGNORECASE)
 _CORE_FLOPS = 50e9
 
@@ -33,20 +36,24 @@ class Hardware:
     Attributes:
         name: for people.
         ranks: over all nodes.
+        nodes: machines.
         memory: bytes of one rank's device.
         bf16, fp32: peak FLOP/s of one rank.
         target_use, draft_use: assumed share of the peak while the target and while the draft computes.
+        link: bytes/s that a rank receives from the others, assumed.
         reserved: bytes that the driver, libraries and fragmentation take.
         is_cpu: whether the device is the CPU.
     """
 
     name: str
     ranks: int
+    nodes: int
     memory: int
     bf16: float
     fp32: float
     target_use: float
     draft_use: float
+    link: float
     reserved: int
     is_cpu: bool
 
@@ -63,13 +70,11 @@ def parse_gpus(spec: str, nodes: int = 1) -> Hardware:
     """
     match = _SPEC.fullmatch(spec.strip())
     kind = "" if match is None else match[2].upper()
-    if match is None or kind not in _GPUS or match[1] == "0" or nodes < 1:
+    if match is None or kind not in _GPUS or match[1] == "0":
         raise UserError(
-            f"no such hardware: {spec!r} on {nodes} node(s)",
-            where="--gpus",
-            remedy=f"write 8xH100-80G; known are {', '.join(_GPUS)}",
+            f"no such hardware: {spec!r}", where="--gpus", remedy=f"write 8xH100-80G; known are {', '.join(_GPUS)}"
         )
-    bf16, fp32, memory = _GPUS[kind]
+    bf16, fp32, memory, inside = _GPUS[kind]
     gigabytes = float(match[3]) if match[3] else memory
     count = int(match[1] or 1)
     where = f" on each of {nodes} nodes" if nodes > 1 else ""
@@ -77,11 +82,13 @@ def parse_gpus(spec: str, nodes: int = 1) -> Hardware:
     return Hardware(
         f"{count} x {kind} {gigabytes:g} GB{where}",
         count * nodes,
+        nodes,
         int(gigabytes * 2**30),
         bf16 * 1e12,
         fp32 * 1e12,
         target_use=0.40,
         draft_use=0.25,
+        link=_LINK_USE * (inside if nodes == 1 else min(inside, _BETWEEN_NODES)) * 1e9,
         reserved=int(2 * 2**30 + 0.05 * gigabytes * 2**30),
         is_cpu=False,
     )
@@ -98,4 +105,4 @@ def this_machine() -> Hardware:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     peak = cores * _CORE_FLOPS
-    return Hardware(f"this CPU, {cores} cores", 1, memory, peak, peak, 1.0, 0.8, 2**30, True)
+    return Hardware(f"this CPU, {cores} cores", 1, 1, memory, peak, peak, 1.0, 0.8, 5e9, 2**30, True)

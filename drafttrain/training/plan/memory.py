@@ -1,26 +1,35 @@
 """Memory of one rank: what is known to the byte, and estimates that say so.
 
-Every rank holds the whole target and the whole draft (data parallel). B rows of T tokens, K depths, H hidden.
+B rows of T tokens, K depths, H hidden.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import nn
 
 from drafttrain.drafters.base import Drafter
-from drafttrain.drafters.eagle.base import EagleDrafter
+from drafttrain.drafters.eagle.eagle1 import Eagle1Drafter
 from drafttrain.drafters.lm.model import DraftLM
+from drafttrain.drafters.lora import adapters
 from drafttrain.drafters.medusa.model import MedusaDrafter
 from drafttrain.features.sources import taps_with_final
-from drafttrain.losses.fused import block_logits, chunk_logits
+from drafttrain.losses.fused import SLAB, block_logits, chunk_logits
+from drafttrain.modeling.head import Head
 from drafttrain.recipe.schema import Recipe
+from drafttrain.training.launch import Launch
+from drafttrain.training.plan.activations import head_dim, kept_bytes, kv_heads_of
+from drafttrain.training.plan.layout import Layout
+from drafttrain.training.strategies.base import bucket_elements
 
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp32": 4, "bf16": 2}
+Phase = Literal["always", "features", "training", "updating", "measuring", "saving"]
+"""When: all the time, while the target runs, from the draft's forward into its backward, from the end of that to the
+optimiser's step, in measurements, while a checkpoint is written. All but the first take turns."""
 
 
 @dataclass(frozen=True)
@@ -29,128 +38,182 @@ class Item:
 
     Attributes:
         exact: it follows from parameter counts alone.
-        phase: when it is there. Training and measuring take turns.
+        phase: when it is there.
     """
 
     name: str
     nbytes: int
     exact: bool
-    phase: Literal["always", "training", "measuring"] = "always"
+    phase: Phase = "always"
 
 
 def peak(items: Sequence[Item]) -> int:
-    """Bytes of what is always there and of the larger of the two phases."""
-    sums = {"always": 0, "training": 0, "measuring": 0}
+    """Bytes of what is always there and of the largest of the phases that take turns."""
+    sums = dict.fromkeys(get_args(Phase), 0)
     for item in items:
         sums[item.phase] += item.nbytes
-    return sums["always"] + max(sums["training"], sums["measuring"])
+    always = sums.pop("always")
+    return always + max(sums.values())
 
 
-def memory_items(recipe: Recipe, drafter: Drafter, target: nn.Module, ranks: int, on_cpu: bool) -> list[Item]:
-    """All parts of one rank's memory."""
-    training = recipe.training
-    unit, target_unit = _BYTES[training.precision], _BYTES[recipe.target.dtype]
-    text: Any = target.config.get_text_config()  # type: ignore[union-attr, operator]
+def memory_items(
+    recipe: Recipe, drafter: Drafter, target: nn.Module, layout: Layout, ranks: int, on_cpu: bool
+) -> list[Item]:
+    """All parts of one rank's memory; drafter and target may be on the meta device."""
+    found = [
+        *_target_items(recipe, target, layout, ranks, on_cpu),
+        *_draft_items(recipe, drafter, layout.launch, ranks, on_cpu),
+        *_batch_items(recipe, drafter, target, layout, on_cpu),
+    ]
+    return [item for item in found if item.nbytes]
+
+
+def _target_items(recipe: Recipe, target: Any, layout: Layout, ranks: int, on_cpu: bool) -> Iterator[Item]:
+    unit = _BYTES[recipe.target.dtype]
+    whole, ends, norms = _sizes(target)
+    if layout.placement == "elsewhere":
+        yield Item("embedding, head and norm of the target", unit * ends, True)
+        return
+    if layout.placement == "whole":
+        yield Item("target weights", unit * whole, True)
+        if on_cpu:
+            yield Item("the same laid out for a CPU's kernels", unit * _laid_out(target), True)
+        return
+    yield Item("target weights, this rank's shard", unit * -(-whole // ranks), True)
+    yield Item("embedding, head and norms of the target, whole", unit * (ends + norms), True)
+    yield Item("blocks of the target as they are gathered", unit * _block(target), False, "features")
+
+
+def _sizes(target: Any) -> tuple[int, int, int]:
+    """Elements of the target: all, of embedding and head, of norms."""
+    whole = sum(p.numel() for p in target.parameters())
+    modules = (target.get_input_embeddings(), target.get_output_embeddings())
+    ends = {id(module.weight): module.weight.numel() for module in modules if module is not None}
+    return whole, sum(ends.values()), sum(p.numel() for p in target.parameters() if p.dim() == 1)
+
+
+def _laid_out(target: Any) -> int:
+    """Elements of the linear layers, of which `prepare_for_inference` makes a copy on a CPU."""
+    return sum(module.weight.numel() for module in target.modules() if isinstance(module, nn.Linear))
+
+
+def _block(target: Any) -> int:
+    """Elements of the largest block."""
+    blocks = [module for module in target.modules() if isinstance(module, nn.ModuleList)]
+    return max((sum(p.numel() for p in block.parameters()) for block in blocks[0]), default=0) if blocks else 0
+
+
+def gathered_bytes(recipe: Recipe, target: Any, layout: Layout, ranks: int) -> float:
+    """What a rank receives of the others in one forward of a target in shards; 0 in other layouts."""
+    if layout.placement != "zero3":
+        return 0.0
+    whole, ends, norms = _sizes(target)
+    return (whole - ends - norms) * _BYTES[recipe.target.dtype] * (ranks - 1) / ranks
+
+
+def _draft_items(recipe: Recipe, drafter: Drafter, launch: Launch, ranks: int, on_cpu: bool) -> Iterator[Item]:
     weights = sum(p.numel() for p in drafter.parameters())
     trained = sum(p.numel() for p in drafter.parameters() if p.requires_grad)
+    part = -(-trained // ranks)
+    stage = launch.stage if launch.kind == "zero" else 0
+    unit = _BYTES[recipe.training.precision]
+    if launch.kind == "fsdp2" or stage == 3:
+        yield Item("draft weights, fp32, this rank's shard", 4 * -(-weights // ranks), True)
+        yield Item("draft weights, fp32, as they are gathered", 4 * weights, True, "training")
+        yield Item("draft weights, fp32, as they are gathered", 4 * weights, True, "updating")
+    else:
+        yield Item("draft weights, fp32", 4 * weights, True)
+    if stage:
+        yield Item("the optimiser's copy of its weights, fp32", 4 * part, True)
+    yield Item("gradients on their way", 4 * _sent_elements(launch, trained), False, "updating")
+    shards = launch.kind == "fsdp2" or stage > 0
+    yield Item("Adam moments, fp32", 8 * (part if shards else trained), True)
+    # Gradients that are summed over micro-batches, or have a buffer of their own, are there while activations are.
+    buffered = stage == 3 or (launch.kind != "zero" and ranks > 1)
+    held: Phase = "always" if buffered or recipe.training.accumulation > 1 else "updating"
+    own = part if launch.kind == "fsdp2" or stage > 1 else trained
+    yield Item("gradients, fp32", 4 * own, True, held)
+    packed = trained - _head_elements(drafter)
+    yield Item("gradients of packed weights", unit * packed, True, "updating")
+    yield Item("packed weights" if unit == 4 else "weights packed in bf16", unit * packed, True, "training")
+    yield Item("packed weights" if unit == 4 else "weights packed in bf16", unit * packed, True, "updating")
+    merged = sum(one.lora_A.shape[1] * one.lora_B.shape[0] for _, one in adapters(drafter))
+    yield Item("sums of weights and adapters", 4 * merged, True, "training")
+    if on_cpu:
+        yield Item("a checkpoint's copy of weights and moments", 12 * trained, True, "saving")
+
+
+def _sent_elements(launch: Launch, trained: int) -> int:
+    """Elements in buffers while gradients are exchanged. DDP sends them from where they lie."""
+    if launch.kind == "replicated":
+        return 0
+    if launch.kind == "fsdp2":
+        return 2 * trained  # whole gradients, and what is scattered of them
+    # A flat copy; from stage 1 of a bucket, which is a copy itself; in stage 3 put in order of ranks besides.
+    return trained if launch.stage == 0 else (3 if launch.stage == 3 else 2) * bucket_elements(trained)
+
+
+def _head_elements(drafter: Drafter) -> int:
+    """Elements of the heads that are trained; the loss computes their gradients."""
+    heads = {id(head.weight): head.weight for head in _own_heads(drafter)}
+    return sum(weight.numel() for weight in heads.values() if weight.requires_grad)
+
+
+def _own_heads(drafter: Drafter) -> list[Head]:
+    if isinstance(drafter, Eagle1Drafter) or (isinstance(drafter, MedusaDrafter) and drafter.config.head == "target"):
+        return []
+    return [drafter.head(depth) for depth in range(drafter.max_depth)]
+
+
+def _batch_items(recipe: Recipe, drafter: Drafter, target: Any, layout: Layout, on_cpu: bool) -> Iterator[Item]:
+    training = recipe.training
+    unit, target_unit = _BYTES[training.precision], _BYTES[recipe.target.dtype]
+    text: Any = target.config.get_text_config()
     tokens = training.batch_rows * training.row_length
     taps = len(taps_with_final(drafter.feature_spec))
-    items = [
-        Item("target weights", target_unit * sum(p.numel() for p in target.parameters()), True),
-        Item("draft weights, fp32", 4 * weights, True),
-        Item("gradients, fp32", 4 * trained, True),
-        Item("Adam moments, fp32", 8 * trained, True),
-    ]
-    if ranks > 1:
-        items.append(Item("gradient buckets of DDP", 4 * trained, True))
-    if unit == 2:
-        items.append(Item("bf16 copies of the draft's weights", 2 * weights, True, "training"))
-    recompute = training.gradient_checkpointing
-    transient = {
-        "activations of the draft": activation_bytes(drafter, tokens, unit, recompute),
-        "features of a micro-batch": tokens * taps * text.hidden_size * (unit + target_unit),
-        "logits of a chunk and rows of labels": _loss_bytes(drafter, tokens, unit, on_cpu),
-    }
-    if recipe.features.source in ("online", "hybrid"):
-        transient["a forward of the target"] = _forward_bytes(text, recipe, target_unit)
-    items += [Item(name, nbytes, False, "training") for name, nbytes in transient.items()]
+    kept = kept_bytes(drafter, unit, training.gradient_checkpointing, on_cpu, training.row_length)
+    features = tokens * taps * text.hidden_size
+    if layout.placement != "elsewhere" and recipe.features.source in ("online", "hybrid"):
+        yield Item("a forward of the target", _forward_bytes(text, recipe, taps, target_unit), False, "features")
+    yield Item("features of a micro-batch", features * target_unit, True, "features")
+    yield Item("features of a micro-batch", features * unit, True, "training")
+    yield Item("activations of the draft", tokens * kept.kept, False, "training")
+    loss = tokens * kept.readouts + _loss_bytes(recipe, drafter, text, tokens, unit, on_cpu)
+    again = tokens * kept.again
+    name = "rows of labels, logits of a chunk, gradient of the head"
+    yield Item(name if loss >= again else "a layer that is computed again", max(loss, again), False, "training")
+    if not drafter.vocab_map.is_full or unit != target_unit:
+        rows = drafter.vocab_map.size * text.hidden_size
+        yield Item("the target's head over the draft vocabulary", unit * rows, True)
     if recipe.evaluation.prompts:
+        weights = sum(p.numel() for p in drafter.parameters())
         measuring = _serving_bytes(text, recipe, weights, target_unit)
-        items.append(Item("measuring acceptance: copy of the draft, cache, logits", measuring, False, "measuring"))
-    return items
+        yield Item("measuring acceptance: copy of the draft, cache, logits", measuring, False, "measuring")
 
 
-def activation_bytes(drafter: Drafter, tokens: int, unit: int, recompute: bool) -> int:
-    """What the backward needs of the forward over B * T = `tokens` slots and all depths, `unit` bytes an element.
-
-    With `recompute`, one layer at a time is whole again.
-    """
-    elements = kept_elements(drafter, recompute)
-    if recompute and not isinstance(drafter, MedusaDrafter):
-        elements += _layer_elements(*_widths(drafter), recompute=False)
-    return elements * tokens * unit
-
-
-def kept_elements(drafter: Drafter, recompute: bool) -> int:
-    """Elements a slot that lie between the forward and the backward; heads are apart, they run in chunks."""
-    if isinstance(drafter, MedusaDrafter):
-        # The input of each residual block and what its activation read; the first input is the feature.
-        return drafter.config.num_heads * (2 * drafter.config.num_layers - 1) * drafter.arch.target_hidden_size
-    widths = _widths(drafter)
-    if isinstance(drafter, DraftLM):
-        layers: int = drafter.lm.n_layers
-        layer = widths[0] if recompute else _layer_elements(*widths, recompute=False)
-        return layers * layer + 2 * widths[0]
-    assert isinstance(drafter, EagleDrafter)
-    once = len(drafter.feature_spec.taps) * drafter.arch.target_hidden_size + widths[1] + 2 * widths[2]
-    per_depth = drafter.n_layers * _layer_elements(*widths, recompute=recompute) + 2 * widths[0]
-    return drafter.max_depth * per_depth + once
-
-
-def _widths(drafter: Drafter) -> tuple[int, int, int, int]:
-    """Of a layer: hidden, all query heads, all key heads, MLP."""
-    if isinstance(drafter, DraftLM):
-        text: Any = drafter.lm.config
-        dim, kv_heads = _head_dim(text), _kv_heads(text)
-        return text.hidden_size, text.num_attention_heads * dim, kv_heads * dim, text.intermediate_size
-    assert isinstance(drafter, EagleDrafter)
-    arch = drafter.arch
-    return arch.hidden_size, arch.num_heads * arch.head_dim, arch.num_kv_heads * arch.head_dim, arch.intermediate_size
-
-
-def _head_dim(text: Any) -> int:
-    return int(getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads)
-
-
-def _kv_heads(text: Any) -> int:
-    return int(getattr(text, "num_key_value_heads", None) or text.num_attention_heads)
-
-
-def _layer_elements(hidden: int, q: int, kv: int, inner: int, *, recompute: bool) -> int:
-    """Elements a slot that one decoder layer keeps.
-
-    State and normed state before and behind the attention; q, k, v, the attended values and their transpose;
-    gate, up, their activation and product. Recomputed layers keep their input, q, k, v and what was attended.
-    """
-    if recompute:
-        return 3 * hidden + 3 * q + 2 * kv
-    return 4 * hidden + 3 * q + 2 * kv + 4 * inner
-
-
-def _loss_bytes(drafter: Drafter, tokens: int, unit: int, on_cpu: bool) -> int:
+def _loss_bytes(recipe: Recipe, drafter: Drafter, text: Any, tokens: int, unit: int, on_cpu: bool) -> int:
+    """Of the objective, at most: every token is a label."""
     device = torch.device("cpu" if on_cpu else "cuda")
-    chunk, block = chunk_logits(device), block_logits(device)
-    hidden = drafter.lm.hidden_size if isinstance(drafter, DraftLM) else drafter.saved_arch()["hidden_size"]
-    # At most every token is a label: its rows and their gradients, and the target's rows.
-    rows = tokens * int(hidden) * (2 * drafter.max_depth + 1) * unit
-    return 2 * chunk * unit + 4 * block * 4 + rows
+    depths, size = drafter.max_depth, drafter.vocab_map.size
+    hidden = drafter.lm.hidden_size if isinstance(drafter, DraftLM) else int(drafter.saved_arch()["hidden_size"])
+    # Rows of every depth, their gradients, and the target's rows.
+    rows = tokens * unit * (2 * depths * hidden + text.hidden_size)
+    own = _head_elements(drafter)
+    shared = 1 if isinstance(drafter, MedusaDrafter) and own else depths
+    labels = min(tokens, max(1, min(recipe.loss.chunk_rows, chunk_logits(device) // size) // shared))
+    block = min(labels, max(1, block_logits(device) // size))
+    chunk = (shared + 1) * labels * size * unit + 6 * block * size * 4
+    # The gradient of a head, a slab of it, and the head in the products' dtype.
+    head = 4 * own + min(SLAB, size * hidden) * unit + (unit * size * hidden if unit == 2 else 0)
+    return int(rows + chunk + head)
 
 
-def _forward_bytes(text: Any, recipe: Recipe, unit: int) -> int:
-    """Without gradients, one layer's largest intermediates and the captured states at a time."""
+def _forward_bytes(text: Any, recipe: Recipe, taps: int, unit: int) -> int:
+    """Without gradients: the captured states, one layer's largest intermediates, then the logits of some rows."""
     inner = getattr(text, "intermediate_size", None) or 4 * text.hidden_size
-    top1 = 1024 * text.vocab_size * unit
-    return int(recipe.features.batch_tokens * (8 * text.hidden_size + 3 * inner) * unit + top1)
+    logits = min(1024, recipe.data.max_length) * text.vocab_size
+    per_token = taps * text.hidden_size + 2 * text.hidden_size + 4 * inner
+    return int(max(recipe.features.batch_tokens * per_token, logits) * unit)
 
 
 def _serving_bytes(text: Any, recipe: Recipe, draft_weights: int, unit: int) -> int:
@@ -158,5 +221,5 @@ def _serving_bytes(text: Any, recipe: Recipe, draft_weights: int, unit: int) -> 
     evaluation = recipe.evaluation
     rows = min(evaluation.batch_size, evaluation.prompts)
     length = recipe.data.max_length + evaluation.max_new_tokens
-    cache = 2 * text.num_hidden_layers * _kv_heads(text) * _head_dim(text) * length * rows * unit
+    cache = 2 * text.num_hidden_layers * kv_heads_of(text) * head_dim(text) * length * rows * unit
     return int(draft_weights * unit + cache + rows * (evaluation.k + 1) * text.vocab_size * 4)

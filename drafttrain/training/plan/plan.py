@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,15 +9,20 @@ from typing import Any
 from drafttrain.drafters.base import Drafter
 from drafttrain.drafters.build import build_drafter
 from drafttrain.drafters.lm.hf import new_model
+from drafttrain.drafters.lora import add_lora
+from drafttrain.drafters.saving import draft_shape
 from drafttrain.errors import RecipeError, TargetError
 from drafttrain.features.sources import taps_with_final
 from drafttrain.features.store import StoreIdentity
 from drafttrain.recipe.schema import Recipe
 from drafttrain.targets.config import TargetConfig
 from drafttrain.targets.load import load_text_config
+from drafttrain.training.launch import Launch
+from drafttrain.training.plan.fitting import Fitting, find_fitting
 from drafttrain.training.plan.flops import StepFlops, step_flops
 from drafttrain.training.plan.hardware import Hardware
-from drafttrain.training.plan.memory import Item, memory_items, peak
+from drafttrain.training.plan.layout import LAUNCHES, PLACEMENTS, Layout
+from drafttrain.training.plan.memory import Item, gathered_bytes, memory_items, peak
 from drafttrain.training.plan.workload import Workload, workload
 
 
@@ -32,9 +36,13 @@ class Plan:
         flops: of one sample in one epoch.
         store_bytes: of the feature store over all training tokens; store_token_bytes: of one token.
         online: whether features are computed while training, so that no store is written.
-        memory: of one rank.
+        layout: the plainest in which the recipe fits as it stands, else the leanest of its placement.
+        memory: of one rank in that layout.
+        peaks: bytes of one rank at the peak, in every layout that exists.
         target_hours, draft_hours: on the hardware, at its assumed use; without prompts, answers, measuring.
-        changes: overrides that make it fit, None when none does, () when it fits as it is.
+        gather_hours: of moving the blocks of a target in shards, as if nothing else went on meanwhile.
+        fitting: layout and overrides that make it fit, None when none do; no overrides when it fits as it is.
+        notes: what was assumed about the draft.
     """
 
     recipe: Recipe
@@ -47,10 +55,14 @@ class Plan:
     store_bytes: int
     store_token_bytes: int
     online: bool
+    layout: Layout
     memory: list[Item]
+    peaks: dict[Layout, int]
     target_hours: float
     draft_hours: float
-    changes: tuple[str, ...] | None
+    gather_hours: float
+    fitting: Fitting | None
+    notes: list[str]
 
     @property
     def memory_bytes(self) -> int:
@@ -59,8 +71,19 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        """Whether one rank's memory suffices."""
-        return _fits(self.memory, self.hardware)
+        """Whether the recipe fits as it stands, in some way of launching it."""
+        return self.fitting is not None and not self.fitting.changes
+
+    @property
+    def hours(self) -> float:
+        """Of the ranks that train: all of it, but for a target elsewhere, which runs meanwhile."""
+        away = self.layout.placement == "elsewhere"
+        return self.draft_hours if away else self.target_hours + self.gather_hours + self.draft_hours
+
+    @property
+    def device_hours(self) -> float:
+        """Of all devices together, those that run a target elsewhere included."""
+        return (self.target_hours + self.gather_hours + self.draft_hours) * self.hardware.ranks
 
 
 def target_config(recipe: Recipe, path: str | Path | None = None) -> Any:
@@ -100,21 +123,35 @@ def make_plan(
         RecipeError: a draft that does not fit the target.
     """
     target = new_model(text, "meta")
-    try:
-        drafter = build_drafter(recipe.drafter, text, device="meta")
-    except ValueError as error:
-        raise RecipeError(str(error), where="drafter") from None
-    work = workload(recipe, hardware.ranks, samples, tokens)
-    flops = step_flops(drafter, target, recipe.loss, work, recipe.training.gradient_checkpointing)
-    online = not recipe.features.stores
+    drafter, notes = _drafter(recipe, text)
+    ranks = hardware.ranks
+    work = workload(recipe, ranks, samples, tokens)
+    recompute = recipe.training.gradient_checkpointing
+    flops = step_flops(drafter, target, recipe.loss, work, recompute)
     token_bytes = _store_identity(recipe, drafter, text).bytes_per_token
+
+    def memory(changed: Recipe, layout: Layout) -> list[Item]:
+        return memory_items(changed, drafter, target, layout, ranks, hardware.is_cpu)
+
+    def fits(changed: Recipe, layout: Layout) -> bool:
+        return peak(memory(changed, layout)) + hardware.reserved <= hardware.memory
+
+    fitting = find_fitting(recipe, ranks, fits)
+    layouts = [layout for p in PLACEMENTS for launch in LAUNCHES if (layout := Layout(p, launch)).exists(ranks)]
+    peaks = {layout: peak(memory(recipe, layout)) for layout in layouts}
+    if fitting is not None and fitting.layout.placement == recipe.target.placement:
+        layout = fitting.layout
+    else:
+        own = [one for one in layouts if one.placement == recipe.target.placement]
+        layout = min(own, key=peaks.__getitem__, default=Layout(recipe.target.placement, Launch("zero", 2)))
+    online = not recipe.features.stores
     # A store is filled once; online features are computed in each epoch.
     body_runs = work.seen if online else work.samples
     target_flops = flops.target.head * work.seen + (flops.target.total - flops.target.head) * body_runs
     target_flops += flops.first_time.total * work.samples
-    memory = memory_items(recipe, drafter, target, hardware.ranks, hardware.is_cpu)
-    target_rate = hardware.peak(recipe.target.dtype) * hardware.target_use * hardware.ranks
-    draft_rate = hardware.peak(recipe.training.precision) * hardware.draft_use * hardware.ranks
+    target_rate = hardware.peak(recipe.target.dtype) * hardware.target_use * ranks
+    draft_rate = hardware.peak(recipe.training.precision) * hardware.draft_use * ranks
+    draft_flops = flops.draft * work.seen + flops.merging * work.steps * recipe.training.accumulation * ranks
     return Plan(
         recipe=recipe,
         hardware=hardware,
@@ -126,11 +163,42 @@ def make_plan(
         store_bytes=token_bytes * work.tokens,
         store_token_bytes=token_bytes,
         online=online,
-        memory=memory,
+        layout=layout,
+        memory=memory(recipe, layout),
+        peaks=peaks,
         target_hours=target_flops / target_rate / 3600,
-        draft_hours=flops.draft * work.seen / draft_rate / 3600,
-        changes=() if _fits(memory, hardware) else _what_would_fit(recipe, drafter, target, hardware),
+        draft_hours=draft_flops / draft_rate / 3600,
+        gather_hours=_gathers(recipe, work) * gathered_bytes(recipe, target, layout, ranks) / hardware.link / 3600,
+        fitting=fitting,
+        notes=notes,
     )
+
+
+def _drafter(recipe: Recipe, text: Any) -> tuple[Drafter, list[str]]:
+    """The draft on the meta device, as it trains, and what was assumed about it."""
+    notes: list[str] = []
+    drafter: Drafter | None = None
+    start = recipe.drafter.warm_start
+    try:
+        if start is not None:
+            drafter = draft_shape(recipe.drafter, start)
+            if drafter is None:
+                notes.append(f"drafter.warm_start {start} is not here: a draft of the recipe's sizes is counted")
+        if drafter is None:
+            drafter = build_drafter(recipe.drafter, text, device="meta")
+        lora = getattr(recipe.drafter, "lora", None)
+        if lora is not None:
+            add_lora(drafter, lora)
+    except ValueError as error:
+        raise RecipeError(str(error), where="drafter") from None
+    return drafter, notes
+
+
+def _gathers(recipe: Recipe, work: Workload) -> int:
+    """Forwards of a target in shards over the whole run."""
+    training = recipe.training
+    each = -(-training.batch_rows * training.row_length // recipe.features.batch_tokens)
+    return work.steps * training.accumulation * each
 
 
 def _store_identity(recipe: Recipe, drafter: Drafter, text: Any) -> StoreIdentity:
@@ -144,51 +212,3 @@ def _store_identity(recipe: Recipe, drafter: Drafter, text: Any) -> StoreIdentit
         dtype=recipe.features.dtype,
         compute_dtype=recipe.target.dtype,
     )
-
-
-def _fits(memory: list[Item], hardware: Hardware) -> bool:
-    return peak(memory) + hardware.reserved <= hardware.memory
-
-
-def _what_would_fit(recipe: Recipe, drafter: Drafter, target: Any, hardware: Hardware) -> tuple[str, ...] | None:
-    """The first single change that suffices, else the fewest in that order together, else None."""
-
-    def fits(changed: Recipe) -> bool:
-        return _fits(memory_items(changed, drafter, target, hardware.ranks, hardware.is_cpu), hardware)
-
-    for name, changed in _changes(recipe):
-        if fits(changed):
-            return (name,)
-    names: list[str] = []
-    while (step := next(_changes(recipe), None)) is not None:
-        names.append(step[0])
-        recipe = step[1]
-        if fits(recipe):
-            return tuple(names)
-    return None
-
-
-def _changes(recipe: Recipe) -> Iterator[tuple[str, Recipe]]:
-    """Overrides that save memory and hardly cost quality, in the order in which to try them; each once."""
-    training = recipe.training
-    if not training.gradient_checkpointing and recipe.drafter.family != "medusa":
-        yield "training.gradient_checkpointing=true", _with_training(recipe, gradient_checkpointing=True)
-    if training.batch_rows > 1:
-        rows = training.batch_rows * training.accumulation
-        changed = _with_training(recipe, batch_rows=1, accumulation=rows)
-        yield f"training.batch_rows=1 training.accumulation={rows}", changed
-    if training.packing and training.row_length > recipe.data.max_length:
-        length = recipe.data.max_length
-        yield f"training.row_length={length}", _with_training(recipe, row_length=length)
-    if recipe.evaluation.prompts and recipe.evaluation.batch_size > 1:
-        evaluation = recipe.evaluation.model_copy(update={"batch_size": 1})
-        yield "evaluation.batch_size=1", recipe.model_copy(update={"evaluation": evaluation})
-    if training.precision == "fp32":
-        yield "training.precision=bf16", _with_training(recipe, precision="bf16")
-    if recipe.target.dtype == "float32":
-        target = recipe.target.model_copy(update={"dtype": "bfloat16"})
-        yield "target.dtype=bfloat16", recipe.model_copy(update={"target": target})
-
-
-def _with_training(recipe: Recipe, **changes: Any) -> Recipe:
-    return recipe.model_copy(update={"training": recipe.training.model_copy(update=changes)})

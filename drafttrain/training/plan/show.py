@@ -6,6 +6,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from drafttrain.training.launch import Launch
+from drafttrain.training.plan.layout import ALONE, LAUNCHES, PLACEMENTS, Layout
 from drafttrain.training.plan.plan import Plan
 
 
@@ -15,6 +17,7 @@ def plan_tables(plan: Plan) -> Group:
         _sizes(plan),
         _flops(plan),
         _memory(plan),
+        _layouts(plan),
         _verdict(plan),
         _assumptions(plan),
     ]
@@ -42,8 +45,15 @@ def _sizes(plan: Plan) -> Table:
         f"feature store, if it were written (source: {plan.recipe.features.source})" if plan.online else "feature store"
     )
     table.add_row(would, size(plan.store_bytes))
-    table.add_row("hours of the target", f"{plan.target_hours:,.2f}")
+    away = plan.layout.placement == "elsewhere"
+    where = f"on {plan.hardware.ranks} such devices elsewhere, meanwhile" if away else ""
+    table.add_section()
+    table.add_row("hours of the target" + (f", {where}" if away else ""), f"{plan.target_hours:,.2f}")
+    if plan.gather_hours:
+        table.add_row("hours of gathering its blocks", f"{plan.gather_hours:,.2f}")
     table.add_row("hours of the draft", f"{plan.draft_hours:,.2f}")
+    table.add_row("hours of the run", f"{plan.hours:,.2f}")
+    table.add_row("CPU-hours" if plan.hardware.is_cpu else "GPU-hours", f"{plan.device_hours:,.2f}")
     return table
 
 
@@ -62,46 +72,108 @@ def _flops(plan: Plan) -> Table:
     for depth, (ahead, back) in enumerate(zip(flops.forward, flops.backward, strict=True)):
         row(f"draft, depth {depth}", ahead.total, back.total)
     row("draft", sum(f.total for f in flops.forward), sum(f.total for f in flops.backward))
+    if flops.merging:
+        training = plan.recipe.training
+        row("adapters", 0.0, flops.merging / (training.batch_rows * training.row_length) * tokens)
     return table
 
 
 def _memory(plan: Plan) -> Table:
-    table = _table("memory of one rank", "part", "size", "while", "")
+    table = _table(f"memory of one rank: {layout_name(plan.layout, plan.hardware.ranks)}", "part", "size", "while", "")
     for item in plan.memory:
         table.add_row(item.name, size(item.nbytes), item.phase, "exact" if item.exact else "estimate")
     table.add_section()
-    table.add_row("at the peak: training and measuring take turns", size(plan.memory_bytes))
+    table.add_row("at the peak, where all but always take turns", size(plan.memory_bytes))
     table.add_row("reserved for libraries and fragmentation", size(plan.hardware.reserved), "", "assumed")
     table.add_row("there is", size(plan.hardware.memory))
     return table
 
 
+def _layouts(plan: Plan) -> Table:
+    """The peak of a rank in every layout."""
+    table = _table("peak of one rank by placement of the target and sharding of the draft", "sharding", *PLACEMENTS)
+    room = plan.hardware.memory - plan.hardware.reserved
+    for launch in LAUNCHES:
+        cells: list[Text] = []
+        for placement in PLACEMENTS:
+            layout = Layout(placement, launch)
+            if layout not in plan.peaks:
+                cells.append(Text("-"))
+                continue
+            needed = plan.peaks[layout]
+            mark = " <" if layout == plan.layout else ""
+            cells.append(Text(size(needed) + mark, style="green" if needed <= room else "red"))
+        if any(str(cell) != "-" for cell in cells):
+            table.add_row(_sharding(launch), *cells)
+    return table
+
+
 def _verdict(plan: Plan) -> Text:
-    if plan.fits:
-        return Text("It fits.", style="green")
+    fitting, ranks = plan.fitting, plan.hardware.ranks
+    if fitting is not None and not fitting.changes:
+        return Text(f"It fits: {_launch(plan, fitting.layout)}", style="green")
     needed = size(plan.memory_bytes + plan.hardware.reserved)
-    if plan.changes:
-        return Text(f"It does not fit: {needed} are needed. It would with: {' '.join(plan.changes)}", style="bold red")
+    if fitting is not None:
+        return Text(
+            f"It does not fit: {needed} are needed. It would with: {' '.join(fitting.changes)}"
+            + (f"\nlaunched as {_launch(plan, fitting.layout)}" if ranks > 1 else ""),
+            style="bold red",
+        )
     largest = max(plan.memory, key=lambda item: item.nbytes)
     return Text(
         f"It does not fit, and no setting makes it fit: {needed} are needed, of which {size(largest.nbytes)} are the "
-        f"{largest.name}. Every rank holds the whole target and the whole draft: choose devices with more memory, "
-        "a smaller target, or a smaller draft.",
+        f"{largest.name}. Choose more devices, devices with more memory, a smaller target, or a smaller draft.",
         style="bold red",
     )
+
+
+def _launch(plan: Plan, layout: Layout) -> str:
+    """What starts a run of that layout."""
+    ranks = plan.hardware.ranks
+    if ranks == 1:
+        return "in one process"
+    nodes = plan.hardware.nodes
+    machines = f" --num_machines {nodes}" if nodes > 1 else ""
+    command = f"accelerate launch --config_file {layout.config} --num_processes {ranks}{machines} drafttrain/train.py"
+    return f"{layout_name(layout, ranks)}:\n    {command} RECIPE"
+
+
+def layout_name(layout: Layout, ranks: int) -> str:
+    """A layout as a person says it."""
+    target = {
+        "whole": "the target whole on each rank",
+        "zero3": "the target in shards",
+        "elsewhere": "the target elsewhere",
+    }
+    if ranks == 1:
+        return target[layout.placement]
+    return f"{target[layout.placement]}, the draft under {_sharding(layout.launch)}"
+
+
+def _sharding(launch: Launch) -> str:
+    return "DDP" if launch == ALONE else launch.name
 
 
 def _assumptions(plan: Plan) -> Text:
     hardware, recipe = plan.hardware, plan.recipe
     lines = [
         *plan.work.notes,
+        *plan.notes,
         f"the target runs at {hardware.target_use:.0%} of {hardware.peak(recipe.target.dtype) / 1e12:g} TFLOP/s "
         f"({recipe.target.dtype}), the draft at {hardware.draft_use:.0%} of "
         f"{hardware.peak(recipe.training.precision) / 1e12:g} ({recipe.training.precision}): assumed, not measured",
-        f"{hardware.ranks} ranks share the samples without loss; communication is not counted",
+        f"{hardware.ranks} ranks share the samples without loss; exchanging gradients is not counted",
         "hours leave out collecting prompts, answers, measuring acceptance, checkpoints and waiting for data",
         "FLOPs count matrix products and causal attention within each document; all labels are sayable by the draft",
     ]
+    if plan.gather_hours:
+        lines.append(
+            f"a rank receives {hardware.link / 1e9:,.0f} GB/s of a target in shards; nothing is computed meanwhile, "
+            "which prefetching makes better"
+        )
+        lines.append(
+            "a target in shards is counted as DeepSpeed describes it; a small one took a quarter more on CPU ranks"
+        )
     return Text("Assumed:\n" + "\n".join(f"- {line}" for line in lines))
 
 

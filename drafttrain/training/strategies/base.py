@@ -121,6 +121,12 @@ def trainable(drafter: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     return ((name, parameter) for name, parameter in drafter.named_parameters() if parameter.requires_grad)
 
 
+def bucket_elements(trained: int) -> int:
+    """Gradients that are sent at a time, of `trained` ones; where buckets are allocated, larger parameters go alone."""
+    # DeepSpeed wants an even number.
+    return min(trained + trained % 2, 50_000_000)
+
+
 def on_cpu(tensor: Tensor) -> Tensor:
     """A contiguous copy: safetensors refuses tensors that share memory."""
     return tensor.detach().to("cpu", copy=True).contiguous()

@@ -18,7 +18,14 @@ from torch import Tensor, nn
 from drafttrain.drafters.base import DraftBatch
 from drafttrain.losses.objective import ObjectiveOutput
 from drafttrain.training.step import LossOnly, TrainStep
-from drafttrain.training.strategies.base import Snapshot, Strategy, kept_tensors, on_cpu, trainable
+from drafttrain.training.strategies.base import (
+    Snapshot,
+    Strategy,
+    bucket_elements,
+    kept_tensors,
+    on_cpu,
+    trainable,
+)
 from drafttrain.training.strategies.replicated import load_moments, load_weights, optimizer_tensors
 
 
@@ -37,6 +44,7 @@ class Zero(Strategy):
         self.drafter, self.optimizer = step.drafter, optimizer
         self._rank, self._ranks = accelerator.process_index, accelerator.num_processes
         self._loss = LossOnly(step)
+        _fit_buckets(accelerator, sum(p.numel() for _, p in trainable(self.drafter)))
         self._engine: Any = accelerator.prepare(self._loss, optimizer)[0]
         if stage == 3:
             self._gather_in_forward()
@@ -170,6 +178,12 @@ class Zero(Strategy):
         size = parameter.ds_tensor.numel()
         flat = F.pad(value.flatten(), (0, size * self._ranks - value.numel()))
         return flat.narrow(0, size * self._rank, size)
+
+
+def _fit_buckets(accelerator: Accelerator, elements: int) -> None:
+    """Buckets of no more than a draft has gradients: DeepSpeed allocates them whole, 2 GB each by default."""
+    config = accelerator.state.deepspeed_plugin.deepspeed_config["zero_optimization"]
+    config["reduce_bucket_size"] = config["allgather_bucket_size"] = bucket_elements(elements)
 
 
 def gathered(tensors: Sequence[Any], write: bool = False) -> AbstractContextManager[Any]:

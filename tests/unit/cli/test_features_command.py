@@ -101,6 +101,32 @@ def test_convert(store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert (identity.dtype, identity.taps) == ("fp8", ("2", "final"))
     assert main(["features", "convert", str(store), str(tmp_path / "x"), "--taps", "9"]) == 2
     assert "has no tap 9" in capsys.readouterr().err
+    launches = json.loads((out / "provenance.json").read_text())
+    assert launches[0]["target"]["name"] == identity.target and launches[1]["made_from"] == str(store.resolve())
+
+
+def test_a_store_says_what_it_was_built_from(world: Path, store: Path) -> None:
+    assert load_recipe(store / "recipe.yaml") == load_recipe(world / "tiny.yaml")
+    (launch,) = json.loads((store / "provenance.json").read_text())
+    assert list(launch["data"]) == [str(world / "given.jsonl")]
+    # What needs nothing is not written to.
+    assert main(["features", "build", str(world / "tiny.yaml")]) == 0
+    assert len(json.loads((store / "provenance.json").read_text())) == 1
+
+
+def test_no_advice_does_harm(store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = sorted(path.name for path in store.rglob("*"))
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other/thesis.tex").touch()
+    for words, error in (
+        (["convert", str(store), str(store.parent / "." / "features")], "onto itself"),
+        (["info", str(tmp_path / "other")], "no feature store here"),
+        (["info", str(tmp_path / "nowhere")], "no feature store here"),
+    ):
+        assert main(["features", *words]) == 2
+        said = capsys.readouterr().err
+        assert error in said and "remove" not in said
+    assert sorted(path.name for path in store.rglob("*")) == before
 
 
 def curve(run: Path) -> list[float]:
@@ -121,6 +147,9 @@ def test_a_run_trains_on_every_source(world: Path, tmp_path: Path, monkeypatch: 
         "offline": ["features.source=offline", "features.dtype=fp32", store],
         "stream": ["features.source=stream", f"features.urls=[{server.url}]"],
     }
+    # Neither needs the target beside the draft.
+    for name in ("offline", "stream"):
+        sources[f"{name}, elsewhere"] = [*sources[name], "target.placement=elsewhere"]
     for name, words in sources.items():
         words += [f"output_dir={tmp_path / name}", "training.precision=fp32", "training.log_every=1"]
         assert main(["train", str(world / "tiny.yaml"), "training.batch_rows=1", "training.epochs=2", *words]) == 0

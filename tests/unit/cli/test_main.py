@@ -47,6 +47,24 @@ def test_a_users_error_is_printed_without_a_traceback(
     assert captured.err == "error: recipes/x.yaml: two [red]problems[/red]\n  mend [them]\n"
 
 
+def test_before_ranks_join_one_of_a_host_speaks(
+    run: Callable[[Callable[[], int | None]], int], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails() -> None:
+        raise RecipeError("wrong")
+
+    for rank, said in (("0", "error: wrong\n"), ("1", "")):
+        monkeypatch.setenv("LOCAL_RANK", rank)
+        assert run(fails) == 2
+        assert capsys.readouterr().err == said
+    # Behind that, an error is raised where it is to be shown.
+    import torch.distributed
+
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    assert run(fails) == 2
+    assert capsys.readouterr().err == "error: wrong\n"
+
+
 def test_an_interrupt_is_130(
     run: Callable[[Callable[[], int | None]], int], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -16,7 +16,16 @@ def test_a_plan_names_sizes_and_assumptions(capsys: pytest.CaptureFixture[str]) 
     status = main(["plan", RECIPE, "--gpus", "8xH200", "--target-config", str(CONFIG), "--samples", "5000"])
     out = capsys.readouterr().out
     assert status == 0
-    for expected in ("8,190,735,360", "5,000", "draft, depth 6", "Adam moments, fp32", "It fits.", "Assumed:"):
+    for expected in (
+        "8,190,735,360",
+        "5,000",
+        "draft, depth 6",
+        "Adam moments, fp32",
+        "It fits:",
+        "ZeRO-3",
+        "GPU-hours",
+        "Assumed:",
+    ):
         assert expected in out
 
 
@@ -30,6 +39,7 @@ def test_what_does_not_fit_exits_with_1(capsys: pytest.CaptureFixture[str]) -> N
     [
         (["--gpus", "8xH999"], "no such hardware"),
         (["--nodes", "2"], "add --gpus"),
+        (["--gpus", "8xH100", "--nodes", "0"], "0 nodes cannot train"),
         (["--samples", "0"], "too few"),
         (["--target-config", "nowhere.json"], "no such file"),
         (["training.lr=fast"], "training.lr"),

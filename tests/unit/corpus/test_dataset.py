@@ -72,7 +72,7 @@ def test_the_key_changes_with_all_that_decides_the_samples(chat: ChatRenderer) -
 def test_a_damaged_cache_is_named(chat: ChatRenderer, tmp_path: Path) -> None:
     build_corpus(conversations(), chat, max_length=64, vocab_size=VOCAB, cache=tmp_path)
     (folder,) = tmp_path.iterdir()
-    tokens = folder / "tokens.npy"
+    tokens = folder / "tokens.bin"
     tokens.write_bytes(tokens.read_bytes()[:-8])
     with pytest.raises(DataError, match="damaged") as caught:
         build_corpus(conversations(), chat, max_length=64, vocab_size=VOCAB, cache=tmp_path)

@@ -83,6 +83,10 @@ def test_the_error_names_the_file_and_counts(minimal: Path) -> None:
     assert len(rest) == 2
 
 
+_GIVEN = ("data.answers.source=given", "evaluation.prompts=0")
+_STREAM = ("features.source=stream", "features.urls=[http://a:1]")
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
@@ -95,6 +99,13 @@ def test_the_error_names_the_file_and_counts(minimal: Path) -> None:
         (["drafter={family: medusa, num_heads: 3}"], "drafter.num_heads is 3"),
         (["loss.terms=[{name: smooth_l1}]"], "family 'eagle3' does not predict"),
         (["drafter={family: draft_lm}", "features.source=offline"], "reads tokens, not features"),
+        (["target={model: x, placement: elsewhere}", *_GIVEN], "computes nothing here: use features.source 'stream'"),
+        (
+            ["target={model: x, placement: elsewhere}", *_GIVEN[:1], *_STREAM],
+            "cannot be drafted for while training: set evaluation.prompts to 0",
+        ),
+        (["target={model: x, placement: zero3}", *_GIVEN, *_STREAM], "use features.source 'online'"),
+        (["target={model: x, placement: zero3}", *_GIVEN[1:]], "does not write answers"),
         (["training.max_steps=5"], "training (line 7): give one of `epochs` and `max_steps`"),
         (["training.min_lr=1"], "min_lr 1 is above lr"),
         (["training.warmup=1.5"], "neither a share below 1 nor a whole number"),

@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from drafttrain.errors import TargetError
 from drafttrain.targets.config import TargetConfig
+from drafttrain.targets.ends import load_ends
 from drafttrain.targets.load import load_target, load_text_config, load_tokenizer
 from tests.chats import chat_tokenizer
 from tests.support import tiny_hf
@@ -47,6 +48,23 @@ def test_tied_and_untied_heads(tmp_path: Path, kind: str) -> None:
     tied = target.head().weight.data_ptr() == target.embedding_weight.data_ptr()
     assert tied == (kind == "llama-tied")
     assert target.vocab_size == target.identity.vocab_size == target.identity.tokenizer_size
+
+
+@pytest.mark.parametrize("kind", ["llama", "llama-tied", "qwen3", "gemma"])
+def test_the_ends_of_a_target_are_those_of_the_whole(tmp_path: Path, kind: str) -> None:
+    config = _config(_save(tmp_path / kind, kind))
+    whole, ends = load_target(config), load_ends(config)
+    assert ends.identity == whole.identity and ends.n_layers == whole.n_layers and ends.vocab_size == whole.vocab_size
+    assert ends.config.to_dict() == whole.config.to_dict()
+    states = torch.randn(2, 3, whole.hidden_size)
+    torch.testing.assert_close(ends.lm_head(states), whole.lm_head(states))
+    torch.testing.assert_close(ends.final_norm(states), whole.final_norm(states))
+    torch.testing.assert_close(ends.embed(torch.tensor([[3, 4]])), whole.embed(torch.tensor([[3, 4]])))
+    assert sum(p.numel() for p in ends.parameters()) < sum(p.numel() for p in whole.parameters())
+    with pytest.raises(TargetError, match=r"its forward is not here[\s\S]*placement=whole"):
+        ends(torch.tensor([[3, 4]]))
+    with ends.blocks_at_hand(()), pytest.raises(TargetError, match="blocks 2, 3 are not here"):
+        ends.blocks_at_hand((2, 3))
 
 
 def test_target_is_frozen_and_stays_in_eval(tmp_path: Path) -> None:

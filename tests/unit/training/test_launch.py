@@ -6,6 +6,7 @@ from drafttrain.errors import UserError
 from drafttrain.recipe.load import load_recipe
 from drafttrain.training import launch as launching
 from drafttrain.training.launch import Launch, check_against_recipe, requested
+from drafttrain.training.strategies.base import bucket_elements
 
 ZERO = {"ACCELERATE_USE_DEEPSPEED": "true"}
 
@@ -80,3 +81,8 @@ def test_a_target_in_shards_stands_beside_zero_1_and_2() -> None:
     for wrong in (Launch(), Launch("zero", 3), Launch("fsdp2")):
         with pytest.raises(UserError, match=f"placement is zero3.*{wrong.name}"):
             check_against_recipe(wrong, recipe, {})
+
+
+@pytest.mark.parametrize(("trained", "bucket"), [(7, 8), (8, 8), (10**9, 50_000_000)])
+def test_buckets_are_no_larger_than_needed_and_even(trained: int, bucket: int) -> None:
+    assert bucket_elements(trained) == bucket

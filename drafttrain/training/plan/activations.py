@@ -1,0 +1,148 @@
+"""What a draft's forward leaves for its backward, in bytes a slot of a row, counted from the code of the drafts.
+
+A GPU's norm is one kernel that keeps its input; on a CPU it is made of several, which keep the input and the normed
+state in fp32. H hidden, q and kv widths of all query and of all key heads, i inner width, K depths, u bytes an element.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from drafttrain.drafters.base import Drafter
+from drafttrain.drafters.eagle.base import EagleDrafter
+from drafttrain.drafters.eagle.eagle1 import Eagle1Drafter
+from drafttrain.drafters.lm.model import DraftLM
+from drafttrain.drafters.medusa.model import MedusaDrafter
+
+
+@dataclass(frozen=True)
+class Widths:
+    """Of a decoder layer.
+
+    Attributes:
+        hidden, q, kv, inner: H, q, kv, i.
+        head: of one head.
+        groups: query heads a key head.
+        u: bytes an element.
+        on_cpu: where it runs.
+    """
+
+    hidden: int
+    q: int
+    kv: int
+    inner: int
+    head: int
+    groups: int
+    u: int
+    on_cpu: bool
+
+    def norm(self, size: int) -> int:
+        """Of a norm over `size`, its input included, its result not."""
+        return 8 * size if self.on_cpu else self.u * size
+
+    @property
+    def shared(self) -> int:
+        """Of a state that two norms read, the second time."""
+        return self.u * self.hidden if self.u == 4 or not self.on_cpu else 0
+
+    @property
+    def attention(self) -> int:
+        """Rotated q and k, what v is a view of, what was attended, its log-sum-exp, cos and sin."""
+        return self.u * (3 * self.kv + 3 * self.q + self.head) + 4 * self.q // self.head
+
+    @property
+    def behind(self) -> int:
+        """What follows on the attention: the heads side by side, a norm and its result, gate, up and two products."""
+        return self.u * (self.q + self.hidden + 4 * self.inner) + self.norm(self.hidden)
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Bytes a slot.
+
+    Attributes:
+        kept: from the forward to the backward.
+        readouts: what heads read, until the loss is computed.
+        again: of the layer that the backward computes again, with gradient checkpointing.
+    """
+
+    kept: int
+    readouts: int
+    again: int = 0
+
+
+def widths_of(drafter: Drafter, u: int, on_cpu: bool) -> Widths:
+    """Of the layers of an EAGLE draft or a draft LM."""
+    if isinstance(drafter, DraftLM):
+        text: Any = drafter.lm.config
+        dim, heads = head_dim(text), kv_heads_of(text)
+        groups = text.num_attention_heads // heads
+        q, inner = text.num_attention_heads * dim, text.intermediate_size
+        return Widths(text.hidden_size, q, heads * dim, inner, dim, groups, u, on_cpu)
+    assert isinstance(drafter, EagleDrafter)
+    arch = drafter.arch
+    q, kv, groups = (
+        arch.num_heads * arch.head_dim,
+        arch.num_kv_heads * arch.head_dim,
+        arch.num_heads // arch.num_kv_heads,
+    )
+    return Widths(arch.hidden_size, q, kv, arch.intermediate_size, arch.head_dim, groups, u, on_cpu)
+
+
+def kept_bytes(drafter: Drafter, u: int, recompute: bool, on_cpu: bool, row_length: int) -> Kept:
+    """What a draft keeps of a micro-batch, a slot.
+
+    Args:
+        u: bytes an element of the forward.
+        recompute: gradient checkpointing.
+        row_length: slots of a row; the mask of a draft LM grows with it.
+    """
+    if isinstance(drafter, MedusaDrafter):
+        heads, layers = drafter.config.num_heads, drafter.config.num_layers
+        hidden = u * drafter.arch.target_hidden_size
+        return Kept(heads * (2 * layers - 1) * hidden, heads * hidden)
+    widths = widths_of(drafter, u, on_cpu)
+    if isinstance(drafter, DraftLM):
+        return _draft_lm(drafter, widths, recompute, row_length)
+    assert isinstance(drafter, EagleDrafter)
+    depths, hidden, target = drafter.max_depth, u * widths.hidden, u * drafter.arch.target_hidden_size
+    if isinstance(drafter, Eagle1Drafter):
+        # fc reads the embedding once, and at each depth a state; the layer reads what it gives.
+        once, outside, before = target, hidden, hidden
+    else:
+        taps = len(drafter.feature_spec.taps)
+        # fc reads the taps side by side, the layer the normed embedding and at each depth a normed state.
+        once = (taps * target if taps > 1 else 0) + target + (4 if widths.on_cpu else u) * widths.hidden + widths.shared
+        if widths.on_cpu and (drafter.config.fc_norm or drafter.config.norm_before_fc):
+            once += 4 * taps * drafter.arch.target_hidden_size
+        before = widths.norm(widths.hidden) + hidden
+        # A readout's norm reads the state that the next depth reads.
+        outside = widths.norm(widths.hidden) - widths.shared
+        once += u * (widths.q + 2 * widths.kv) if recompute else 0
+    layer = widths.attention + (hidden if recompute else before + widths.behind)
+    again = before + widths.behind if recompute else 0
+    return Kept(once + depths * (drafter.n_layers * layer + outside), depths * hidden, again)
+
+
+def _draft_lm(drafter: DraftLM, widths: Widths, recompute: bool, row_length: int) -> Kept:
+    u, hidden, norm = widths.u, widths.u * widths.hidden, 8 * widths.hidden
+    # Queries are folded by groups, and the mask of a row lies beside them.
+    attention = u * (2 * widths.q + 2 * widths.kv + widths.groups * row_length) + 4 * widths.q // widths.head
+    # Under autocast each linear layer has an input of its own.
+    inputs = (2 if u == 4 else 5) * hidden + u * widths.q
+    whole = 2 * norm + inputs + attention + 4 * u * widths.inner
+    layers = drafter.lm.n_layers
+    # The states between layers are fp32.
+    kept = layers * (4 * widths.hidden if recompute else whole) + norm
+    return Kept(kept, hidden, whole if recompute else 0)
+
+
+def head_dim(text: Any) -> int:
+    """Of a Hugging Face text config."""
+    return int(getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads)
+
+
+def kv_heads_of(text: Any) -> int:
+    """Key heads of a Hugging Face text config."""
+    return int(getattr(text, "num_key_value_heads", None) or text.num_attention_heads)
