@@ -263,8 +263,8 @@ def test_a_part_of_a_suite_is_no_row_of_it_unless_asked_for(
     home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out, board = tmp_path / "out", tmp_path / "board"
-    words = (str(home / "runs/tiny-eagle3"), "--suite", str(home / "suite.yaml"), "--out", str(out))
-    words += ("temperatures=[0.0]", "batch=[1]", "drafts=[ngram]", "--leaderboard-dir", str(board))
+    words = (str(home / "runs/tiny-eagle3"), "--out", str(out), "--leaderboard-dir", str(board))
+    words += ("--suite", str(home / "suite.yaml"), "temperatures=[0.0]", "batch=[1]", "drafts=[ngram]")
     assert evaluate(*words, "limit=1", "max_new_tokens=4") == 0
     said = " ".join(capsys.readouterr().out.split())
     assert "limit=1, max_new_tokens=4 is not the suite's; --leaderboard enters it" in said
@@ -311,7 +311,7 @@ def test_a_setting_that_does_not_fit_is_refused_before_the_first_is_measured(
     home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("drafttrain.bench.runner.available_bytes", lambda device: 12 * 2**20)
-    words = (str(home / "runs/tiny-eagle3"), "--suite", str(home / "suite.yaml"), "--out", str(tmp_path), "limit=1")
+    words = (str(home / "runs/tiny-eagle3"), "--out", str(tmp_path), "--suite", str(home / "suite.yaml"), "limit=1")
     with pytest.raises(EngineError, match=r"batch 512: 4 engines need [^$]*lower the batch size"):
         evaluate(*words, "batch=[1, 512]", "temperatures=[0.0]")
     assert not list((tmp_path / "unfinished").glob("k*"))

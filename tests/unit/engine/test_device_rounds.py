@@ -141,7 +141,7 @@ def test_what_recorded_rounds_keep_is_known_before(shape: str) -> None:
     proposer = build_proposer(draft_of(target), tree=SHAPES[shape])
     engine = Engine(target, proposer, k=3, max_batch=5, max_length=64, on_device=True)
     engine.generate(REQUESTS)
-    assert engine._rounds is not None and set(engine._rounds._buckets) == {1, 2, 4, 5}
+    assert engine._rounds is not None and engine._rounds._buckets.keys() <= {1, 2, 4, 5}
     kept = sum(
         feature.numel() * feature.element_size()
         for bucket in engine._rounds._buckets.values()
@@ -149,7 +149,9 @@ def test_what_recorded_rounds_keep_is_known_before(shape: str) -> None:
     )
     reach = proposer.reach(3)
     counted = handed_over(target, len(proposer.feature_spec.taps), reach.tokens + 1, 5)
-    assert 0 < kept <= counted and (shape != "chain" or kept == counted)
+    assert 0 < kept <= counted
+    if shape == "chain":
+        assert engine._rounds._buckets.keys() == {1, 2, 4, 5} and kept == counted
     # Nothing is recorded on a CPU, so nothing is counted there.
     assert engine.memory.graphs == 0
     assert memory_needed(target, proposer, reach, 5, 64, recorded=True).graphs > counted
