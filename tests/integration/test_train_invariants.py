@@ -32,6 +32,8 @@ FAMILIES = {
     "medusa": MedusaConfig(num_heads=3),
     "draft_lm": DraftLMConfig(layers=(0, 3)),
 }
+# Draws random numbers while it trains, other ones wherever the batches are others.
+NOISY = {"eagle1-noise": Eagle1Config(feature_noise=0.5)}
 
 
 class Recorder:
@@ -71,7 +73,7 @@ def make(
     target = target or tiny_target()
     if drafter is None:
         torch.manual_seed(3)
-        drafter = build_drafter(FAMILIES[family], target.config)
+        drafter = build_drafter({**FAMILIES, **NOISY}[family], target.config)
         init_from_target(drafter, target)
     parts = TrainParts(
         drafter=drafter,
@@ -164,7 +166,7 @@ def test_the_partial_window_at_the_end_of_an_epoch_is_trained_on(tmp_path: Path)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("family", ["eagle3", "draft_lm"])
+@pytest.mark.parametrize("family", ["eagle3", "draft_lm", "eagle1-noise"])
 def test_a_resumed_run_has_the_curve_of_an_unbroken_one(tmp_path: Path, family: str, precision: str) -> None:
     options: dict[str, Any] = {"precision": precision, "max_steps": 9, "epochs": None, "log_every": 2}
     unbroken = make(tmp_path / "a", family, **options)
