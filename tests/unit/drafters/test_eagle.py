@@ -132,6 +132,7 @@ def test_the_rotary_parameters_of_the_target_are_what_it_computes_with(config: A
 
 
 def test_rotary_position_grows_with_the_step() -> None:
+    """Case 17 of docs/cases.md."""
     draft, _, batch = _draft_and_batch(Eagle3Config(depth=3))
     seen: list[Tensor] = []
     draft.rotary.register_forward_pre_hook(lambda _, args: seen.append(args[0].clone()))
@@ -140,6 +141,7 @@ def test_rotary_position_grows_with_the_step() -> None:
 
 
 def test_head_reads_the_normed_state_and_norm_output_changes_only_what_is_fed_back() -> None:
+    """Case 18 of docs/cases.md."""
     plain, target, batch = _draft_and_batch(Eagle3Config(depth=2))
     fed_back = build_drafter(Eagle3Config(depth=2, norm_output=True), target.config).double().eval()
     init_from_target(fed_back, target)
