@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -132,6 +133,7 @@ def test_weights_that_would_be_unpickled_are_refused(tmp_path: Path) -> None:
 
 def test_code_of_a_checkpoint_runs_only_where_it_is_allowed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Case 39 of docs/cases.md."""
+    monkeypatch.setattr(sys, "path", [*sys.path])  # transformers adds to it
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
     folder, flag = _save(tmp_path / "t"), tmp_path / "ran"
     names = {"AutoConfig": "strange.StrangeConfig", "AutoModelForCausalLM": "strange.Strange"}
