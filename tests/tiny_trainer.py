@@ -31,6 +31,8 @@ FAMILIES = {
 }
 CONFIGS = {
     **FAMILIES,
+    # Draws random numbers while it trains, other ones wherever the batches are others.
+    "eagle1-noise": Eagle1Config(feature_noise=0.5),
     "kept_head": Eagle3Config(taps=(0, 2, 3), draft_vocab_size=40, depth=2, train_head=False),
     "frozen_embedding": DraftLMConfig(layers=(0, 3), train_embedding=False),
 }

@@ -22,6 +22,7 @@ from drafttrain.cli import eval as command
 from drafttrain.cli.main import main
 from drafttrain.drafters.build import build_drafter, init_from_target
 from drafttrain.drafters.eagle.config import Eagle3Config
+from drafttrain.drafters.medusa.config import MedusaConfig
 from drafttrain.drafters.saving import save_draft
 from drafttrain.engine.records import RoundRecord
 from drafttrain.errors import CheckpointError, DataError, EngineError, RecipeError, UserError
@@ -315,6 +316,23 @@ def test_a_setting_that_does_not_fit_is_refused_before_the_first_is_measured(
     with pytest.raises(EngineError, match=r"batch 512: 4 engines need [^$]*lower the batch size"):
         evaluate(*words, "batch=[1, 512]", "temperatures=[0.0]")
     assert not list((tmp_path / "unfinished").glob("k*"))
+
+
+def test_a_draft_of_another_tokenizer_and_too_few_heads_are_refused(home: Path, tmp_path: Path) -> None:
+    """Cases 15 and 37 of docs/cases.md: the target's name is the same, its vocabulary is not."""
+    target = load_target(TargetConfig(model=str(home / "target"), dtype="float32"))
+    heads = build_drafter(MedusaConfig(num_heads=K - 1), target.config)
+    init_from_target(heads, target)
+    identity = target.identity.to_dict()
+    save_draft(tmp_path / "few", heads, target=identity)
+    save_draft(tmp_path / "foreign", heads, target={**identity, "tokenizer_hash": "another"})
+    run, suite = str(home / "runs/tiny-eagle3"), str(home / "suite.yaml")
+    for name, error, message in (
+        ("few", RecipeError, f"asks for {K} draft tokens, the draft has {K - 1} Medusa heads"),
+        ("foreign", CheckpointError, "differs from .* in tokenizer_hash"),
+    ):
+        with pytest.raises(error, match=message):
+            evaluate(run, f"drafts=[{{draft: {tmp_path / name}}}]", "--out", str(tmp_path / "o"), "--suite", suite)
 
 
 def test_calibrated_and_untrained_drafts(home: Path, tmp_path: Path) -> None:

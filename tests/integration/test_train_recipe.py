@@ -148,7 +148,7 @@ def test_a_second_run_in_one_folder_is_refused(world: Path) -> None:
 
 
 def test_zero_that_would_become_ddp_is_refused(world: Path) -> None:
-    """CASES 38."""
+    """Case 38 of docs/cases.md."""
     path = recipe(world, world / "zero")
     env = {**environment(world), "ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_USE_CPU": "true"}
     done = subprocess.run(command(str(path)), env=env, capture_output=True, text=True, timeout=400, cwd=world)

@@ -1,5 +1,5 @@
 """Lookups, and routers between a lookup and a draft: greedy output equals plain output token for token, in batches as
-alone (CASES 29, 32)."""
+alone (cases 29 and 32 of docs/cases.md)."""
 
 from __future__ import annotations
 

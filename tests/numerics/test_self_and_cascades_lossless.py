@@ -1,5 +1,5 @@
 """Self-speculation and cascades: greedy output equals plain output token for token, sampled output does not depend on
-the batch (CASES 29, 32)."""
+the batch (cases 29 and 32 of docs/cases.md)."""
 
 from __future__ import annotations
 

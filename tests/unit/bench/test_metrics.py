@@ -16,7 +16,7 @@ Make = Callable[..., RoundRecord]
 
 
 def test_pooled_tau_counts_the_bonus_token(record: Make) -> None:
-    """CASES 33: 3/2/1/0 accepted is 1.5 accepted and 2.5 emitted a round."""
+    """Case 33 of docs/cases.md: 3/2/1/0 accepted is 1.5 accepted and 2.5 emitted a round."""
     result = acceptance([record(proposed=3, accepted=n) for n in (3, 2, 1, 0)])
     assert result.tau == 2.5
     assert result.mean_accepted == 1.5

@@ -309,11 +309,19 @@ def test_a_truncation_left_in_the_tokenizer_does_not_reach_the_corpus() -> None:
 
 
 def test_masking_renders_and_encodes_once_however_many_turns() -> None:
-    """Cost is linear in tokens: two renderings and one encoding, no prefixes."""
+    """Cost is linear in tokens: two renderings and one encoding of the whole, no prefixes (case 8 of docs/cases.md)."""
     tokenizer = chat_tokenizer(CHATML)
     chat = ChatRenderer(tokenizer)
     rendered: list[int] = []
-    original = tokenizer.apply_chat_template
+    encoded: list[int] = []
+    original, encoder = tokenizer.apply_chat_template, chat._encoder
+
+    class Counting:
+        def encode(self, text: str, **kwargs: Any) -> Any:
+            encoded.append(len(text))
+            return encoder.encode(text, **kwargs)
+
+    chat._encoder = Counting()  # type: ignore[assignment]
 
     def counting(messages: Any, **kwargs: Any) -> Any:
         rendered.append(len(messages))
@@ -322,9 +330,11 @@ def test_masking_renders_and_encodes_once_however_many_turns() -> None:
     tokenizer.apply_chat_template = counting
     for turns in (2, 64):
         rendered.clear()
-        sample = sample_of(chat, conversation([("Hi", "fine, thanks")] * turns))
-        assert len(sample.spans) == turns
+        encoded.clear()
+        messages = conversation([("Hi", "fine, thanks")] * turns)
+        assert len(sample_of(chat, messages).spans) == turns
         assert rendered == [2 * turns] * 2
+        assert encoded == [len(chat.render(messages))]
 
 
 # --- the tokens that were emitted ------------------------------------------------------------------------------

@@ -170,6 +170,34 @@ def test_no_row_vanishes(tmp_path: Path) -> None:
         assert words in reason
 
 
+@pytest.mark.parametrize("read", [read_prompts, read_conversations])
+def test_no_row_of_a_table_vanishes(tmp_path: Path, read: Any) -> None:
+    """A table gives each row every key of all rows, None where it has none."""
+    datasets = pytest.importorskip("datasets")
+    call = {"type": "function", "function": {"name": "f", "arguments": "{}"}}
+    dialogues: list[list[dict[str, Any]]] = [
+        [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes"}],
+        [
+            {"role": "user", "content": "Add"},
+            {"role": "assistant", "content": None, "tool_calls": [call]},
+            {"role": "tool", "content": "4", "name": "f"},
+            {"role": "assistant", "content": "It is 4."},
+        ],
+        [{"role": "user", "content": None}, {"role": "assistant", "content": "Yes"}],
+    ]
+    rows = [
+        {"messages": messages, "tools": [[]], "score": score}
+        for messages, score in zip(dialogues, (1.0, None, 2.0), strict=True)
+    ]
+    path = tmp_path / "rows.parquet"
+    datasets.Dataset.from_list(rows).to_parquet(str(path))
+    result = read(PromptSource(source=str(path)))
+    assert [reject.reason for reject in result.rejects] == ["message 1 (user) has no content"]
+    assert len(result.items) == 2 and all(item.tools == [] for item in result.items)
+    assert result.items[1].messages[1]["tool_calls"][0]["function"]["name"] == "f"
+    assert all(None not in message.values() for item in result.items for message in item.messages)
+
+
 def test_a_quote_left_open_does_not_swallow_the_rows_behind_it(tmp_path: Path) -> None:
     path = tmp_path / "rows.csv"
     path.write_text('prompt\nfirst\n"second\nthird\n', encoding="utf-8")

@@ -40,13 +40,14 @@ SCRIPTS = {
     "french or portuguese accents": r"[àâçèêîôûœãõ]",
     "german": r"[äöüß]",
     "spanish": r"[ñ¿¡]",
+    "emoji": r"[\U0001f300-\U0001faff]",
+    "code": r"```",
 }
 TRAIN_SCRIPTS = SCRIPTS | {
     "hangul": r"[\uac00-\ud7af]",
     "greek": r"[\u0370-\u03ff]",
     "hebrew": r"[\u0590-\u05ff]",
     "thai": r"[\u0e00-\u0e7f]",
-    "emoji": r"[\U0001f300-\U0001faff]",
 }
 
 Record = dict[str, Any]

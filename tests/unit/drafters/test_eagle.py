@@ -9,6 +9,7 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
+from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5RMSNorm
 
 from drafttrain.drafters.base import Drafter
 from drafttrain.drafters.build import build_drafter, init_from_target, serving_copy
@@ -21,7 +22,7 @@ from drafttrain.modeling.causal_lm import CausalLM
 from drafttrain.modeling.taps import FeatureSpec, Tap
 from drafttrain.modeling.vocab_map import VocabMap
 from tests.draft_support import documents, new_draft, packed, plain_target
-from tests.support import VOCAB, tiny_target
+from tests.support import KINDS, VOCAB, tiny_target
 
 SWITCHES: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -112,7 +113,26 @@ def test_equals_the_plain_derivation(name: str) -> None:
         torch.testing.assert_close(out.readout[0], reference, rtol=1e-5, atol=1e-6)
 
 
+ROTARY = {
+    "base": {"rope_type": "default", "rope_theta": 40.0},
+    "scaling": {**KINDS["llama3-rope"][1]["rope_parameters"], "original_max_position_embeddings": 8},
+}
+
+
+@pytest.mark.parametrize("name", ROTARY)
+@pytest.mark.parametrize("config", [Eagle3Config(depth=3), Eagle1Config(depth=3)], ids=["eagle3", "eagle1"])
+def test_the_rotary_parameters_of_the_target_are_what_it_computes_with(config: Any, name: str) -> None:
+    """Case 16 of docs/cases.md: against transformers' rotation for the target's own config."""
+    draft, target, batch = _draft_and_batch(config, rope_parameters=ROTARY[name])
+    features = torch.cat([batch.features[tap][0] for tap in draft.feature_spec.taps], -1)
+    with torch.no_grad():
+        expected = _naive(draft, target, batch.tokens[0], features, 3)
+        for out, reference in zip(draft.unroll(batch, 3), expected, strict=True):
+            torch.testing.assert_close(out.readout[0], reference, rtol=1e-5, atol=1e-6)
+
+
 def test_rotary_position_grows_with_the_step() -> None:
+    """Case 17 of docs/cases.md."""
     draft, _, batch = _draft_and_batch(Eagle3Config(depth=3))
     seen: list[Tensor] = []
     draft.rotary.register_forward_pre_hook(lambda _, args: seen.append(args[0].clone()))
@@ -121,6 +141,7 @@ def test_rotary_position_grows_with_the_step() -> None:
 
 
 def test_head_reads_the_normed_state_and_norm_output_changes_only_what_is_fed_back() -> None:
+    """Case 18 of docs/cases.md."""
     plain, target, batch = _draft_and_batch(Eagle3Config(depth=2))
     fed_back = build_drafter(Eagle3Config(depth=2, norm_output=True), target.config).double().eval()
     init_from_target(fed_back, target)
@@ -306,6 +327,10 @@ def test_factor_of_a_norm_whatever_its_class_stores() -> None:
     torch.nn.init.normal_(gemma.norm.get_parameter("weight"))
     factor = norm_weight(gemma.norm, 32, gemma.device, gemma.dtype)
     torch.testing.assert_close(factor, 1 + gemma.norm.get_parameter("weight").float(), rtol=1e-4, atol=1e-4)
+    qwen = Qwen3_5RMSNorm(32)
+    torch.nn.init.normal_(qwen.weight)
+    factor = norm_weight(qwen, 32, torch.device("cpu"), torch.float32)
+    torch.testing.assert_close(factor, 1 + qwen.weight.detach(), rtol=1e-4, atol=1e-4)
     layer_norm = torch.nn.LayerNorm(32)
     torch.nn.init.normal_(layer_norm.weight)
     torch.nn.init.normal_(layer_norm.bias)
@@ -343,6 +368,7 @@ def test_positions_and_sizes_are_the_targets(kind: str) -> None:
     source = source.get("full_attention", source)
     assert draft.arch.rope_parameters["rope_theta"] == source["rope_theta"]
     assert draft.arch.rope_parameters["rope_type"] == source["rope_type"]
+    assert draft.arch.rope_parameters.get("partial_rotary_factor") == (0.5 if kind == "phi" else None)
 
 
 def test_default_taps_are_low_middle_and_high() -> None:

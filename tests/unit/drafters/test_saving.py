@@ -232,7 +232,7 @@ def test_warm_start_keeps_the_map_of_the_checkpoint(tmp_path: Path) -> None:
 
 
 def test_warm_start_keeps_rotary_parameters_and_sizes(tmp_path: Path) -> None:
-    """CASES 16: those of the draft, which a recipe cannot know, not those of the target."""
+    """Case 16 of docs/cases.md: those of the draft, which a recipe cannot know, not those of the target."""
     saved = _draft("eagle1", 3)
     arch = saved.arch.model_copy(update={"rope_parameters": {"rope_type": "default", "rope_theta": 77.0}})  # type: ignore[union-attr]
     other = type(saved).from_saved(saved.config, arch.model_dump(), saved.vocab_map, None)  # type: ignore[operator]
@@ -252,7 +252,7 @@ def test_warm_start_keeps_rotary_parameters_and_sizes(tmp_path: Path) -> None:
     ],
 )
 def test_a_recipe_that_contradicts_the_draft_it_starts_from(change: dict[str, Any], named: str, tmp_path: Path) -> None:
-    """CASES 12."""
+    """Case 12 of docs/cases.md."""
     save_draft(tmp_path / "d", _draft("eagle3"), target=TARGET)
     base = CONFIGS["eagle3"].model_dump()
     with pytest.raises(CheckpointError, match=named):

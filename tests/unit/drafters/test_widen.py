@@ -49,7 +49,7 @@ def test_a_vocabulary_that_lacks_a_known_token_is_refused() -> None:
 
 
 def test_a_warm_start_may_ask_for_more_words_only_where_it_says_so(tmp_path: Path) -> None:
-    """CASES 12."""
+    """Case 12 of docs/cases.md."""
     save_draft(tmp_path / "d", _trained(), target=TARGET)
     more = {"draft_vocab_size": 60, "warm_start": str(tmp_path / "d")}
     with pytest.raises(CheckpointError, match="draft_vocab_size is 60, saved 30"):

@@ -1,4 +1,4 @@
-"""Limits, batches, records and errors of the engine."""
+"""Limits, batches, records and errors of the engine (cases 32 and 34 of docs/cases.md)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Stop strings, penalties, cancellation, failures, memory: what a request may ask and becomes (CASES 29, 30, 34)."""
+"""Stop strings, penalties, cancellation, failures, memory: what a request may ask and becomes.
+
+Cases 29, 31 and 32 of docs/cases.md.
+"""
 
 from __future__ import annotations
 

@@ -111,7 +111,7 @@ def test_original_eagle_checkpoints(irs: dict[str, DraftIR], tmp_path: Path) -> 
 
 
 def test_a_pickle_is_not_executed(tmp_path: Path) -> None:
-    """CASES 39."""
+    """Case 39 of docs/cases.md."""
 
     class Trap:
         def __reduce__(self) -> tuple[Any, ...]:
@@ -171,8 +171,8 @@ def test_old_medusa(irs: dict[str, DraftIR], tmp_path: Path) -> None:
         ({"rope": {"rope_type": "default", "rope_theta": 5e5}}, "rope-theta"),
         ({"rope": {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}}, "rope-scaling"),
         ({"rope": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}}, "rope-scaling"),
-        ({"tokenizer_size": 40}, "padded-vocabulary"),  # CASES 14
-        ({"stop_ids": frozenset({2})}, "stop-tokens"),  # CASES 11
+        ({"tokenizer_size": 40}, "padded-vocabulary"),  # case 14 of docs/cases.md
+        ({"stop_ids": frozenset({2})}, "stop-tokens"),  # case 11 of docs/cases.md
     ],
 )
 def test_a_target_that_does_not_fit(change: dict[str, Any], rule: str, irs: dict[str, DraftIR], tmp_path: Path) -> None:
@@ -197,7 +197,7 @@ def test_a_rotary_base_that_may_be_meant(keys: tuple[str, ...], irs: dict[str, D
 
 
 def test_norms_of_the_other_kind(irs: dict[str, DraftIR], tmp_path: Path) -> None:
-    """CASES 19: an error where the target's norms multiply by 1 + weight, and mended."""
+    """Case 19 of docs/cases.md: an error where the target's norms multiply by 1 + weight, and mended."""
     layout = VLLM.layout(irs["eagle3"])
     tensors = {name: tensor - 1 if "norm" in name else tensor for name, tensor in layout.tensors.items()}
     folder = written(tmp_path / "draft", layout.config, tensors)
@@ -225,7 +225,7 @@ def test_which_targets_norms_add_one(kind: str) -> None:
 
 
 def test_another_tokenizer(irs: dict[str, DraftIR], tmp_path: Path) -> None:
-    """CASES 15: compared by vocabulary."""
+    """Case 15 of docs/cases.md: compared by vocabulary."""
     words = chat_tokenizer(CHATML)
     layout = VLLM.layout(irs["eagle3"])
     folder = written(tmp_path / "draft", layout.config, layout.tensors)
@@ -262,7 +262,7 @@ def test_layer_ids_of_drafts_made_elsewhere(
     irs: dict[str, DraftIR],
     tmp_path: Path,
 ) -> None:
-    """CASES 26: two engines, two numberings."""
+    """Case 26 of docs/cases.md: two engines, two numberings."""
     layout = VLLM.layout(irs["eagle3"])
     config: dict[str, Any] = {**layout.config, "num_aux_hidden_states": 3}
     if nested is not None:

@@ -41,7 +41,7 @@ def expected(rows: list[Measurement], k: int, in_training: dict[str, object] | N
 
 
 def test_rounds_of_three_two_one_and_none(tmp_path: Path) -> None:
-    """CASES 33: 1.5 accepted, 2.5 with the bonus token; the same figures as a server's counters give."""
+    """Case 33 of docs/cases.md: 1.5 accepted, 2.5 with the bonus token, as a server counts."""
     records = [RoundRecord("a", 0, i, 3, kept, kept + 1, None, 1, 0.0, 0.0, 0.0) for i, kept in enumerate((3, 2, 1, 0))]
     row = {
         "draft": "tiny",

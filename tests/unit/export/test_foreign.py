@@ -453,7 +453,7 @@ class Evil:
 def test_pickles_of_more_than_tensors_are_not_opened(
     world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """CASES 39."""
+    """Case 39 of docs/cases.md."""
     folder = write(tmp_path / "draft", llama(world), {"fc.weight": Evil()}, "pytorch_model.bin")  # type: ignore[dict-item]
     with pytest.raises(CheckpointError, match="holds more than tensors"):
         read_foreign(folder, world.config)
@@ -476,7 +476,7 @@ def test_state_dicts_in_a_wrapper_and_truncated_files(world: World, tmp_path: Pa
 
 
 def test_targets_that_cannot_be_it(world: World, tmp_path: Path) -> None:
-    """CASES 15: told by vocabularies and sizes, not by names."""
+    """Case 15 of docs/cases.md: told by vocabularies and sizes, not by names."""
     folder = write(tmp_path / "draft", llama(world, draft_vocab_size=40), eagle3_tensors(world, "midlayer", 40))
     with pytest.raises(CheckpointError, match="does not say which target"):
         read_foreign(folder)

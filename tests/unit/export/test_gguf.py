@@ -95,7 +95,7 @@ def test_fields_and_types(tmp_path: Path) -> None:
 
 
 def test_llama3_scaling_is_a_factor_for_each_frequency(tmp_path: Path) -> None:
-    """CASES 16."""
+    """Case 16 of docs/cases.md."""
     _, config, folder = exported(tmp_path, "llama3-rope")
     stored = {tensor.name: torch.tensor(tensor.data) for tensor in GGUFReader(folder / FILE).tensors}
     rope = KINDS["llama3-rope"][1]["rope_parameters"]

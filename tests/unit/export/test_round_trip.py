@@ -113,7 +113,7 @@ def test_the_same_bytes_come_back(name: str, engine: str, dtype: torch.dtype, wo
 
 
 def test_an_import_of_another_targets_export(world: World, tmp_path: Path) -> None:
-    """CASES 15: the same shapes and vocabulary, other weights."""
+    """Case 15 of docs/cases.md: the same shapes and vocabulary, other weights."""
     (written,) = export_draft(saved(tmp_path / "run", "eagle3", world), ["vllm"])
     _, other = target_folder(tmp_path / "other", seed=5)
     with pytest.raises(CheckpointError, match=r"differs from .*other in weights_hash"):

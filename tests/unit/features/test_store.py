@@ -193,11 +193,12 @@ def test_space_is_checked_before_anything_is_written(tmp_path: Path, monkeypatch
     assert not list((tmp_path / "store").glob("shards/*"))
 
 
-def test_nan_features_name_the_sample(tmp_path: Path) -> None:
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_nan_features_name_the_sample(tmp_path: Path, value: float) -> None:
     data = samples(4)
     target = tiny_target()
     poison = int(data[2].ids[1])
-    target.hf.model.embed_tokens.weight.data[poison] = float("nan")
+    target.hf.model.embed_tokens.weight.data[poison, 3] = value
     hit = {sample.id for sample in data if poison in sample.ids}
     with pytest.raises(DataError, match="NaN") as caught:
         OnlineFeatures(target, SPEC).batch([data], CPU)

@@ -200,7 +200,7 @@ def test_a_run_that_ends_while_it_waits_does_end() -> None:
 
 
 class ShortRows(FeatureServer):
-    """As a server that caches prefixes does: the first row is missing (CASES 27)."""
+    """As a server that caches prefixes does: the first row is missing (case 27 of docs/cases.md)."""
 
     def _run(self, jobs: list[Any]) -> None:
         super()._run(jobs)

@@ -1,4 +1,4 @@
-"""Several processes, other jobs, and kills (CASES 28)."""
+"""Several processes, other jobs, and kills (case 28 of docs/cases.md)."""
 
 from __future__ import annotations
 

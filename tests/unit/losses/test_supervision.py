@@ -1,13 +1,34 @@
-"""Which labels are supervised (cases 1 and 5 of the fault list: spans, padding, turns)."""
+"""Which labels are supervised: spans, padding, turns (case 1 of docs/cases.md)."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import numpy as np
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from drafttrain.corpus.types import Sample
 from drafttrain.drafters.base import DraftBatch
+from drafttrain.drafters.build import build_drafter, init_from_target
+from drafttrain.drafters.eagle.config import Eagle1Config, Eagle3Config
+from drafttrain.drafters.lm.config import DraftLMConfig
+from drafttrain.drafters.medusa.config import MedusaConfig
+from drafttrain.drafters.registry import DrafterConfig
+from drafttrain.features.sources import OnlineFeatures
+from drafttrain.losses.config import LossConfig
+from drafttrain.losses.objective import Objective
 from drafttrain.losses.supervision import label_mask, supervised
+from tests.tiny_training import tiny_target
+
+FAMILIES: dict[str, DrafterConfig] = {
+    "eagle3": Eagle3Config(taps=(0, 2, 3), depth=3),
+    "eagle1": Eagle1Config(depth=3, feature_noise=0.0),
+    "medusa": MedusaConfig(num_heads=3),
+    "draft_lm": DraftLMConfig(layers=(0, 3)),
+}
 
 
 def labels(mask: torch.Tensor, row: int = 0) -> list[int]:
@@ -61,3 +82,26 @@ def test_equals_the_definition(spans: list[int], depth: int) -> None:
     tensor = torch.tensor([spans])
     assert labels(label_mask(tensor, depth)) == want
     assert not (label_mask(tensor, depth + 1) & ~label_mask(tensor, depth)).any()  # deeper is a subset
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_no_other_label_reaches_a_draft(family: str) -> None:
+    """From the spans of samples to the gradient of each depth: alone with padding behind, and packed behind another."""
+    target = tiny_target()
+    draft = build_drafter(FAMILIES[family], target.config)
+    init_from_target(draft, target)
+    first = Sample("first", np.arange(20, 26, dtype=np.int32), [(2, 5)])
+    second = Sample("second", np.arange(40, 51, dtype=np.int32), [(4, 8)])
+    batch = OnlineFeatures(target, draft.feature_spec).batch([[second], [first, second]], torch.device("cpu"))
+    outputs = [
+        replace(out, readout=out.readout.detach().requires_grad_())
+        for out in draft.unroll(batch, min(3, draft.max_depth))
+    ]
+    objective = Objective(LossConfig.model_validate({"terms": [{"name": "ce"}]}))
+    counts = objective.counts(batch, len(outputs))
+    objective(outputs, batch, draft.head, target.head(), draft.vocab_map, counts).loss.backward()
+    for k, out in enumerate(outputs):
+        assert out.readout.grad is not None
+        reached = out.readout.grad.any(-1)
+        found = [[slot + out.offset for slot in labels(reached, row)] for row in (0, 1)]
+        assert found == [list(range(5 + k, 9)), [*range(3 + k, 6), *range(11 + k, 15)]]

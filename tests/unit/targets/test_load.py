@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -146,6 +147,26 @@ def test_weights_that_would_be_unpickled_are_refused(tmp_path: Path) -> None:
     with pytest.raises(TargetError):
         load_target(_config(folder))
     assert not flag.exists()
+
+
+def test_code_of_a_checkpoint_runs_only_where_it_is_allowed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Case 39 of docs/cases.md."""
+    monkeypatch.setattr(sys, "path", [*sys.path])  # transformers adds to it
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    folder, flag = _save(tmp_path / "t"), tmp_path / "ran"
+    names = {"AutoConfig": "strange.StrangeConfig", "AutoModelForCausalLM": "strange.Strange"}
+    config = {**json.loads((folder / "config.json").read_text()), "model_type": "strange", "auto_map": names}
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "strange.py").write_text(
+        f"from pathlib import Path\nfrom transformers import LlamaConfig\nPath({str(flag)!r}).touch()\n"
+        "class StrangeConfig(LlamaConfig):\n    model_type = 'strange'\n"
+    )
+    for load in (load_target, load_text_config):
+        with pytest.raises(TargetError, match=r"set target\.trust_remote_code: true if you trust"):
+            load(_config(folder))
+        assert not flag.exists()
+    assert load_text_config(_config(folder, trust_remote_code=True)).num_hidden_layers == 4
+    assert flag.exists()
 
 
 def test_an_unknown_scaling_of_the_logits_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""A checkpoint is whole or absent, whatever ends the process that writes it. CASES 23, 28."""
+"""A checkpoint is whole or absent, whatever ends the process that writes it. Cases 23 and 28 of docs/cases.md."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ def test_what_was_not_got_is_an_error() -> None:
 
 @pytest.mark.parametrize("kind", [DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU])
 def test_zero_that_was_not_got_is_an_error(kind: DistributedType) -> None:
-    """CASES 38."""
+    """Case 38 of docs/cases.md."""
     check_as_asked(2, 2, DistributedType.DEEPSPEED, Launch("zero", 2))
     with pytest.raises(UserError, match=rf"ZeRO-2 was asked for, accelerate set up {kind.value}"):
         check_as_asked(2, 2, kind, Launch("zero", 2))

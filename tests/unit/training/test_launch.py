@@ -41,14 +41,14 @@ def test_what_the_launcher_asked_for_is_read(
 def test_what_would_not_run_as_asked_is_refused(
     monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], said: str
 ) -> None:
-    """CASES 38."""
+    """Case 38 of docs/cases.md."""
     monkeypatch.setattr(launching, "find_spec", lambda name: object())
     with pytest.raises(UserError, match=said):
         requested(environment)
 
 
 def test_zero_without_deepspeed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """CASES 38."""
+    """Case 38 of docs/cases.md."""
     monkeypatch.setattr(launching, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"DeepSpeed is not installed[^$]*drafttrain\[deepspeed\]"):
         requested(ZERO)

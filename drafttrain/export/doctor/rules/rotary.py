@@ -31,7 +31,7 @@ def rope_mend(case: Case, parameters: Mapping[str, Any]) -> Mend:
 
 
 def conflict(case: Case) -> Iterator[Finding]:
-    """CASES 16: two styles that say different things."""
+    """Case 16 of docs/cases.md: two styles that say different things."""
     new, old = styles(case.draft.flat)
     if new is None or old is None or _bare(new) == _bare(old):
         return
@@ -117,7 +117,7 @@ def _bare(parameters: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def context(case: Case) -> Iterator[Finding]:
-    """CASES 25."""
+    """Case 25 of docs/cases.md."""
     said, wanted = case.draft.number("max_position_embeddings"), case.facts.context
     if case.draft.family == "medusa" or wanted is None or (said is not None and said >= wanted):
         return

@@ -20,7 +20,7 @@ _FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
 def tokenizer(case: Case) -> Iterator[Finding]:
-    """CASES 15: compared by vocabulary, not by name."""
+    """Case 15 of docs/cases.md: compared by vocabulary, not by name."""
     facts, recorded = case.facts, _recorded(case).get("tokenizer_hash")
     why = "a token id means another text to the draft than to the target: nothing is accepted"
     if recorded and facts.tokenizer_hash and recorded != facts.tokenizer_hash:

@@ -47,7 +47,7 @@ def zero(case: Case) -> Iterator[Finding]:
 
 
 def norm_flavour(case: Case) -> Iterator[Finding]:
-    """CASES 19: weights of a (1 + w) norm in a draft whose norms multiply by w."""
+    """Case 19 of docs/cases.md: weights of a (1 + w) norm in a draft whose norms multiply by w."""
     suspects = {}
     for name, info in case.draft.tensors.items():
         if "norm" in name and name.endswith(".weight") and info.is_float:
@@ -79,7 +79,7 @@ def norm_flavour(case: Case) -> Iterator[Finding]:
 
 
 def shared(case: Case) -> Iterator[Finding]:
-    """CASES 20: residual blocks of Medusa that are one and the same."""
+    """Case 20 of docs/cases.md: residual blocks of Medusa that are one and the same."""
     seen: dict[str, str] = {}
     twins = []
     for name in sorted(case.draft.tensors):

@@ -38,7 +38,7 @@ def is_absolute(case: Case) -> bool:
 
 
 def absolute(case: Case) -> Iterator[Finding]:
-    """CASES 13."""
+    """Case 13 of docs/cases.md."""
     if is_absolute(case) and case.d2t is not None:
         yield error(
             "d2t holds absolute target ids, not offsets",
@@ -145,7 +145,7 @@ def full_map(case: Case) -> Iterator[Finding]:
 
 
 def padding(case: Case) -> Iterator[Finding]:
-    """CASES 14: ids that the tokenizer does not know."""
+    """Case 14 of docs/cases.md: ids that the tokenizer does not know."""
     ids, known = target_ids(case), case.facts.tokenizer_size
     if ids is None or known is None or is_absolute(case):
         return
@@ -160,7 +160,7 @@ def padding(case: Case) -> Iterator[Finding]:
 
 
 def stop_tokens(case: Case) -> Iterator[Finding]:
-    """CASES 11."""
+    """Case 11 of docs/cases.md."""
     ids = target_ids(case)
     if ids is None or is_absolute(case) or not case.facts.stop_ids:
         return
