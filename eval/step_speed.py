@@ -13,7 +13,9 @@ memory, or if another trainer that ran is passed by less than 2 times in tokens/
 
 LIBS is a folder with the other trainer's code, which runs with the torch and transformers that are here:
 
-    pip install --no-deps --target LIBS speculators==0.9.0 openai distro jiter sniffio      # or specforge==0.2.0
+    pip install --no-deps --target LIBS specforge==0.2.0        # needs Triton and a GPU
+    pip install --no-deps --target LIBS speculators==0.9.0 hs-connectors==0.9.0 loguru pydantic-settings openai \\
+        distro jiter sniffio
 
 They train on the same tokens with the same autocast, through torch's SDPA, with the losses that they have without
 Triton. speculators takes one row, so it is given the documents packed behind each other.
