@@ -23,8 +23,8 @@ from tests.draft_support import new_draft
 from tests.support import RAGGED_PROMPTS, VOCAB, tiny_target
 
 CONFIGS: dict[str, DrafterConfig] = {
-    "eagle3": Eagle3Config(),
-    "eagle3-small-vocabulary": Eagle3Config(draft_vocab_size=20),
+    "eagle3": Eagle3Config(taps=(2, 2, 1)),
+    "eagle3-small-vocabulary": Eagle3Config(taps=(2, 2, 1), draft_vocab_size=20),
     "eagle1": Eagle1Config(),
     "medusa": MedusaConfig(num_heads=3),
     "draft_lm": DraftLMConfig(layers=(0, 3)),

@@ -245,7 +245,7 @@ def test_warm_start_keeps_rotary_parameters_and_sizes(tmp_path: Path) -> None:
     ("change", "named"),
     [
         ({"draft_vocab_size": 29}, "draft_vocab_size is 29, saved 30"),
-        ({"taps": (1, 2, 4)}, r"taps is \['1', '2', '4'\], saved \['2', '3', '3'\]"),
+        ({"taps": (1, 2, 4)}, r"taps is \['1', '2', '4'\], saved \['1', '3', '5'\]"),
         ({"fc_norm": False}, "fc_norm is False, saved True"),
         ({"num_layers": 1}, "num_layers is 1, saved 2"),
         ({"intermediate_size": 5, "norm_output": True}, "intermediate_size is 5, saved 48; norm_output is True"),
