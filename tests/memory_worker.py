@@ -19,7 +19,6 @@ from typing import Any
 import numpy as np
 import torch
 from accelerate.state import AcceleratorState, GradientState
-from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import ProfilerActivity, profile
 
 from drafttrain.corpus.types import Sample
@@ -100,11 +99,9 @@ def measure(job: dict[str, Any]) -> int:
     GradientState._reset_state()
     os.environ.pop("ACCELERATE_USE_DEEPSPEED", None)
     gc.collect()
-    # What a thread of gloo lets go would not be seen otherwise.
-    everywhere = _ExperimentalConfig(profile_all_threads=True)
     with (
         tempfile.TemporaryDirectory() as folder,
-        profile(activities=[ProfilerActivity.CPU], profile_memory=True, experimental_config=everywhere) as profiler,
+        profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler,
     ):
         train(Recipe.model_validate(job["recipe"], strict=False), Launch(*job["launch"]), Path(folder))
     return peak_of(profiler)
