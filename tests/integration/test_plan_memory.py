@@ -152,8 +152,6 @@ def test_two_ranks(on_two_ranks: dict[str, tuple[int, int]], name: str) -> None:
 
 
 @pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs DeepSpeed")
-@pytest.mark.xfail(
-    strict=False, reason="what is seen of DeepSpeed's gathered target differs from run to run; see LOG.md"
-)
+@pytest.mark.xfail(strict=False, reason="what is seen of a gathered target differs from run to run")
 def test_a_target_in_shards(on_two_ranks: dict[str, tuple[int, int]]) -> None:
     assert_near(IN_SHARDS, on_two_ranks[IN_SHARDS])
