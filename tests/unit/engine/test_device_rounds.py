@@ -40,7 +40,7 @@ def draft_of(target: CausalLM, kind: str = "eagle3") -> Drafter:
     if kind == "eagle1":
         return new_draft(Eagle1Config(family="eagle1"), target)
     vocab_map = VocabMap.from_ids(range(0, VOCAB, 2), VOCAB)
-    return new_draft(Eagle3Config(family="eagle3", draft_vocab_size=31, taps=(2, 3, 3)), target, vocab_map=vocab_map)
+    return new_draft(Eagle3Config(family="eagle3", draft_vocab_size=31, taps=(2, 4, 3)), target, vocab_map=vocab_map)
 
 
 def plain(target: CausalLM) -> list[Completion]:
