@@ -84,6 +84,7 @@ def ours(shape: Shape, rows: int, length: int, depth: int, precision: str) -> St
     from drafttrain.drafters.base import DraftBatch
     from drafttrain.drafters.build import build_drafter
     from drafttrain.drafters.eagle.config import Eagle3Config
+    from drafttrain.features.sources import taps_with_final
     from drafttrain.losses.config import LossConfig
     from drafttrain.losses.objective import Objective
     from drafttrain.modeling.head import Head
@@ -101,7 +102,7 @@ def ours(shape: Shape, rows: int, length: int, depth: int, precision: str) -> St
     objective = Objective(LossConfig.model_validate({"terms": [{"name": "forward_kl"}]}))
     step = TrainStep(drafter, objective, Head(embedding), drafter.vocab_map, dtype)
     optimizer = make_optimizer(drafter, TrainingConfig(max_steps=1), torch.device("cpu"))
-    taps = dict.fromkeys((*drafter.feature_spec.taps, _final()))
+    taps = taps_with_final(drafter.feature_spec)
 
     def once() -> float:
         tokens = torch.randint(0, shape.draft_vocab, (rows, length))
@@ -120,12 +121,6 @@ def ours(shape: Shape, rows: int, length: int, depth: int, precision: str) -> St
         return float(loss.detach())
 
     return once
-
-
-def _final() -> Any:
-    from drafttrain.modeling.taps import Tap
-
-    return Tap.final
 
 
 def speculators(shape: Shape, rows: int, length: int, depth: int, precision: str) -> Step:

@@ -6,10 +6,9 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from operator import mul
 
 from drafttrain.bench.bootstrap import Interval, chain_intervals, ratio_interval
-from drafttrain.engine.acceptance import acceptance_counts, is_cut, tau
+from drafttrain.engine.acceptance import acceptance_counts, chain_products, is_cut, tau
 from drafttrain.engine.records import RoundRecord
 
 
@@ -28,8 +27,6 @@ class Acceptance:
         acceptance_rate: accepted / proposed, of trees accepted / levels proposed; None when nothing was.
         mean_accepted: accepted draft tokens a round.
         cut_rounds: rounds that ended inside the accepted prefix.
-        chain: chain[i-1] = 1 + alpha_1 + alpha_1 alpha_2 + ... up to depth i: tokens a round where every round drafts i
-            tokens and none is cut, which is what a server counts. tau is less where answers end soon.
         chain_ci: 95 % bootstrap intervals of `chain` over requests; [] for fewer than two requests.
     """
 
@@ -44,8 +41,13 @@ class Acceptance:
     acceptance_rate: float | None
     mean_accepted: float | None
     cut_rounds: int
-    chain: list[float] = field(default_factory=list)
     chain_ci: list[Interval] = field(default_factory=list)
+
+    @property
+    def chain(self) -> list[float]:
+        """chain[i-1] = 1 + alpha_1 + alpha_1 alpha_2 + ... up to depth i: tokens a round where every round drafts i
+        tokens and none is cut, which is what a server counts. tau is less where answers end soon."""
+        return [1 + total for total in accumulate(chain_products(self.alpha))]
 
 
 def acceptance(records: Sequence[RoundRecord], *, samples: int = 2000, seed: int = 0) -> Acceptance:
@@ -60,27 +62,20 @@ def acceptance(records: Sequence[RoundRecord], *, samples: int = 2000, seed: int
     emitted = [sum(r.emitted for r in rows) for rows in requests.values()]
     rounds = [len(rows) for rows in requests.values()]
     proposed = sum(offered)
-    alpha = [_ratio(a, n) for a, n in zip(accepted, reached, strict=True)]
     return Acceptance(
         rounds=len(records),
         emitted=sum(emitted),
         tau=tau(records),
         tau_ci=ratio_interval(emitted, rounds, samples=samples, seed=seed),
         tau_request_mean=sum(e / n for e, n in zip(emitted, rounds, strict=True)) / len(rounds) if rounds else None,
-        alpha=alpha,
+        alpha=[_ratio(a, n) for a, n in zip(accepted, reached, strict=True)],
         per_position=[_ratio(a, n) for a, n in zip(accepted, offered, strict=True)],
         judged=reached,
         acceptance_rate=_ratio(sum(accepted), proposed),
         mean_accepted=_ratio(sum(accepted), len(records)),
         cut_rounds=sum(is_cut(r) for r in records),
-        chain=chain_lengths(alpha),
-        chain_ci=_chain_intervals(list(requests.values()), len(alpha), samples, seed),
+        chain_ci=_chain_intervals(list(requests.values()), len(accepted), samples, seed),
     )
-
-
-def chain_lengths(alpha: Sequence[float | None]) -> list[float]:
-    """`Acceptance.chain` of conditional rates; a depth that was never reached adds nothing."""
-    return [1 + total for total in accumulate(accumulate((a or 0.0 for a in alpha), mul))]
 
 
 def _chain_intervals(requests: Sequence[Sequence[RoundRecord]], depths: int, samples: int, seed: int) -> list[Interval]:

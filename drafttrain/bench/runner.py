@@ -123,7 +123,8 @@ def run_suite(
         raise DataError(f"drafts need names of their own, got {', '.join(names[1:])}")
     renderer = ChatRenderer(target.tokenizer, template_kwargs, target.stop_ids)
     _check_room(target, renderer, prompts)
-    _check_memory(target, suite, contenders, _longest(target, suite, renderer, prompts))
+    longest = _longest(target, suite, renderer, prompts)
+    _check_memory(target, suite, contenders, longest)
     weights = {contender.name: contender.proposer.memory_bytes() for contender in contenders}
     run = SuiteRun()
     if suite.typical and any(suite.temperatures):
@@ -142,7 +143,7 @@ def run_suite(
             continue
         # Not held beyond this line: the next setting's caches take the place of these.
         found = _Measurement(
-            target, suite, renderer, prompts, _fitting(suite, contenders, setting), setting, weights
+            target, suite, renderer, prompts, longest, _fitting(suite, contenders, setting), setting, weights
         ).run(progress, texts)
         run.add(found)
         if journal is not None:
@@ -207,6 +208,7 @@ class _Measurement:
         suite: SuiteConfig,
         renderer: ChatRenderer,
         prompts: Sequence[EvalPrompt],
+        longest: int,
         contenders: Sequence[Contender],
         setting: Setting,
         weights: Mapping[str, int],
@@ -215,7 +217,6 @@ class _Measurement:
         self.prompts, self.contenders, self.weights = prompts, contenders, weights
         self.notes: list[str] = []
         self.families = {BASELINE: "", **{c.name: c.family for c in contenders}}
-        length = _longest(target, suite, renderer, prompts)
         proposers: dict[str, Proposer | None] = {BASELINE: None, **{c.name: c.proposer for c in contenders}}
         self.engines = {
             name: Engine(
@@ -223,7 +224,7 @@ class _Measurement:
                 proposer,
                 k=setting.k,
                 max_batch=setting.batch,
-                max_length=length,
+                max_length=longest,
                 on_device=suite.on_device,
                 compile=suite.compile,
             )

@@ -85,10 +85,13 @@ def _refusal(run: Path) -> str | None:
     """Why the draft cannot be exported to vLLM, in one line; None where it can, or is not there to be asked."""
     from drafttrain.errors import CheckpointError
     from drafttrain.export.ir import ExportError, read_ir
+    from drafttrain.export.target_head import reads_target_head
     from drafttrain.export.vllm import VLLM
 
     try:
-        VLLM.layout(read_ir(run))
+        ir = read_ir(run)
+        if not reads_target_head(ir):  # the export of the others brings a copy of that head
+            VLLM.layout(ir)
     except ExportError as error:
         return " ".join(str(error).split())
     except CheckpointError:

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from drafttrain.cli.common import Subparsers, add_prompts, positive, progress_bars
+from drafttrain.cli.common import Subparsers, add_prompts, positive, progress_bars, run_folder
 
 if TYPE_CHECKING:
     from drafttrain.engine.calibration_file import SkipFile, TreeFile
@@ -76,7 +76,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.nodes is not None and arguments.nodes > MAX_NODES:
         raise UserError(f"is {arguments.nodes}", where="--nodes", remedy=f"a tree has at most {MAX_NODES}")
     console = Console(highlight=False)
-    home = _home(arguments.source, recipe)
+    home = Path() if recipe is None else run_folder(arguments.source, recipe)
     folder = None if arguments.kind == "skip" else find_draft(home)
     out = arguments.out or home / f"{arguments.kind}.json"
     if not out.parent.is_dir():
@@ -114,13 +114,6 @@ def _source(arguments: argparse.Namespace) -> tuple[Recipe | None, TargetConfig]
         recipe = load_recipe(source, arguments.overrides)
         return recipe, recipe.target
     return None, load_target_config(arguments.source, arguments.overrides)
-
-
-def _home(source: str, recipe: Recipe | None) -> Path:
-    """The run's folder: as given, or where its recipe puts it. Of a bare model: here."""
-    if recipe is None:
-        return Path()
-    return Path(source) if Path(source).is_dir() else Path(recipe.run_folder)
 
 
 def _summary(found: TreeFile | SkipFile) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -49,6 +50,11 @@ def recipe_of(arguments: argparse.Namespace) -> Recipe:
     from drafttrain.recipe.load import load_recipe
 
     return load_recipe(arguments.recipe, arguments.overrides)
+
+
+def run_folder(source: str, recipe: Recipe) -> Path:
+    """The folder of a run: as given, or where its recipe puts it."""
+    return Path(source) if Path(source).is_dir() else Path(recipe.run_folder)
 
 
 def chat_of(recipe: Recipe) -> ChatRenderer:

@@ -6,10 +6,10 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from drafttrain.cli.common import run_folder
+
 if TYPE_CHECKING:
     from rich.console import Console
-
-    from drafttrain.recipe.schema import Recipe
 
 _EPILOG = """examples:
   drafttrain eval runs/quickstart --suite eval/suites/core.yaml
@@ -63,9 +63,9 @@ def run(arguments: argparse.Namespace) -> int:
     from drafttrain.errors import UserError
 
     console = Console()
-    # argparse gives words behind an option to that option: all are sorted here, wherever they stood.
     if arguments.leaderboard and arguments.no_leaderboard:
         raise UserError("--leaderboard and --no-leaderboard exclude each other", remedy="leave one of them out")
+    # argparse gives words behind an option to that option: all are sorted here, wherever they stood.
     suite, *behind = arguments.suite or [None]
     words = [*arguments.overrides, *behind]
     runs, overrides = [w for w in words if "=" not in w], [w for w in words if "=" in w]
@@ -106,7 +106,7 @@ def _evaluate(arguments: argparse.Namespace, run: str, suite_file: str, override
     recipe = load_recipe(run, of_target)
     if suite.uses_run:
         find_draft(run)
-    folder = arguments.out or _default_out(run, recipe, suite.name)
+    folder = arguments.out or run_folder(run, recipe) / "eval" / suite.name
     _make(folder)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with (
@@ -139,11 +139,6 @@ def _evaluate(arguments: argparse.Namespace, run: str, suite_file: str, override
         rows = add_to_leaderboard(result, arguments.leaderboard_dir or default_folder())
         console.print(f"leaderboard rows: {rows}", soft_wrap=True)
     return 0
-
-
-def _default_out(run: str, recipe: Recipe, suite: str) -> Path:
-    """In the run's folder: as given, or where its recipe puts it."""
-    return (Path(run) if Path(run).is_dir() else Path(recipe.run_folder)) / "eval" / suite
 
 
 def _make(folder: Path) -> None:

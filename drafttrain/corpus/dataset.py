@@ -157,22 +157,17 @@ def require_rest(count: int, held_out: int) -> None:
 def split_held_out(
     conversations: Sequence[Conversation], held_out: int, *, seed: int = 0
 ) -> tuple[Sequence[Conversation], Sequence[Conversation]]:
-    """(training, held out): a seeded choice that does not depend on the order of the file.
+    """(training, held out), both in the order of their ids: a seeded choice that does not depend on the file's order.
 
     Raises:
         DataError: nothing would be left to train on.
     """
     require_rest(len(conversations), held_out)
     names = [conversation.id for conversation in conversations]
-    chosen = set(random.Random(seed).sample(sorted(names), held_out))
-    training = pick(conversations, (index for index, name in enumerate(names) if name not in chosen))
-    return training, pick(conversations, (index for index, name in enumerate(names) if name in chosen))
-
-
-def in_order_of_ids(conversations: Sequence[Conversation]) -> Sequence[Conversation]:
-    """The same, however they came."""
-    names = [conversation.id for conversation in conversations]
-    return pick(conversations, sorted(range(len(names)), key=names.__getitem__))
+    order = sorted(range(len(names)), key=names.__getitem__)
+    chosen = set(random.Random(seed).sample(order, held_out))
+    training = pick(conversations, (index for index in order if index not in chosen))
+    return training, pick(conversations, (index for index in order if index in chosen))
 
 
 def token_counts(samples: Iterable[Sample], vocab_size: int) -> torch.Tensor:

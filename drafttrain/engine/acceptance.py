@@ -8,6 +8,8 @@ neither numerator nor denominator of any rate.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import accumulate
+from operator import mul
 
 from drafttrain.engine.records import RoundRecord
 
@@ -50,3 +52,8 @@ def acceptance_counts(records: Iterable[RoundRecord]) -> tuple[list[int], list[i
             reached[depth] += depth <= taken
             accepted[depth] += depth < taken
     return accepted, reached, offered
+
+
+def chain_products(alpha: Iterable[float | None]) -> list[float]:
+    """P(depth i accepted) over all rounds, from the conditional rates; a depth that was never reached counts 0."""
+    return list(accumulate((a or 0.0 for a in alpha), mul))

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from itertools import accumulate
-from operator import mul
 from typing import Any
 
+from drafttrain.engine.acceptance import chain_products
 from drafttrain.export.measured import Measurement
 
 VLLM_LENGTH, VLLM_POSITIONS = "mean acceptance length", "per-position acceptance rate"
@@ -99,7 +98,7 @@ def _of(
 ) -> Forecast | None:
     """From the conditional rates, or the measured unconditional ones where only those are known."""
     conditional = list(alpha[:k])
-    products = list(accumulate((0.0 if a is None else a for a in conditional), mul))
+    products = chain_products(conditional)
     if not products and measured is not None:
         products = [0.0 if p is None else p for p in measured[:k]]
     if not products:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from drafttrain.corpus.chat import ChatRenderer
-from drafttrain.corpus.dataset import Corpus, build_corpus, in_order_of_ids, split_held_out, token_counts
+from drafttrain.corpus.dataset import Corpus, build_corpus, split_held_out, token_counts
 from drafttrain.corpus.samples import lengths_of
 from drafttrain.corpus.types import Conversation, Sample
 from drafttrain.drafters.base import Drafter
@@ -179,7 +179,6 @@ def prepare_corpus(recipe: Recipe, target: TargetModel, chat: ChatRenderer, repo
     for line in what_was_left_out(recipe):
         report.say(line)
     # Answers lie in the order in which they were finished, which a resumed run does not repeat.
-    conversations = in_order_of_ids(conversations)
     training, held_out = split_held_out(conversations, data.held_out, seed=recipe.seed)
     corpus = build_corpus(training, chat, max_length=data.max_length, vocab_size=target.vocab_size)
     report.say(

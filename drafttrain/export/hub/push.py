@@ -33,7 +33,6 @@ _SERVED_FROM = (
     re.compile(r"(\bdraft = AutoModelForCausalLM\.from_pretrained\(')[^']+"),
 )
 _NOT_LINTED = "gguf"
-_EMBEDDED_HUB = "HuggingFaceTB/SmolLM2-135M-Instruct"
 _SHOWN = 12
 
 
@@ -143,7 +142,7 @@ def _contradictions(about: Mapping[str, Any], base_model: str | None) -> list[st
     own = str(target.get("name") or "")
     if base_model is None:
         return []
-    known = _EMBEDDED_HUB if own == embedded.NAME else own
+    known = embedded.HUB_NAME if own == embedded.NAME else own
     if _HUB_NAME.match(known) and not Path(known).exists():
         differs = base_model.lower() != known.lower()
         return [f"--base-model {base_model}: the export was made for {known}"] if differs else []

@@ -14,6 +14,7 @@ from drafttrain.drafters.eagle.base import EagleDrafter
 from drafttrain.drafters.eagle.eagle1 import Eagle1Drafter
 from drafttrain.drafters.lm.model import DraftLM
 from drafttrain.drafters.medusa.model import MedusaDrafter
+from drafttrain.training.plan.products import head_dim
 
 
 @dataclass(frozen=True)
@@ -136,11 +137,6 @@ def _draft_lm(drafter: DraftLM, widths: Widths, recompute: bool, row_length: int
     # The states between layers are fp32.
     kept = layers * (4 * widths.hidden if recompute else whole) + norm
     return Kept(kept, hidden, whole if recompute else 0)
-
-
-def head_dim(text: Any) -> int:
-    """Of a Hugging Face text config."""
-    return int(getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads)
 
 
 def kv_heads_of(text: Any) -> int:

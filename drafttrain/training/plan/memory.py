@@ -22,8 +22,9 @@ from drafttrain.losses.fused import SLAB, block_logits, chunk_logits
 from drafttrain.modeling.head import Head
 from drafttrain.recipe.schema import Recipe
 from drafttrain.training.launch import Launch
-from drafttrain.training.plan.activations import head_dim, kept_bytes, kv_heads_of
+from drafttrain.training.plan.activations import kept_bytes, kv_heads_of
 from drafttrain.training.plan.layout import Layout
+from drafttrain.training.plan.products import head_dim
 from drafttrain.training.strategies.base import bucket_elements
 
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp32": 4, "bf16": 2}

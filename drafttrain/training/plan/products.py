@@ -7,6 +7,7 @@ attends to half of its document on average, which kernels that skip the masked h
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 
@@ -35,8 +36,7 @@ class Flops:
 def body_flops(model: nn.Module, tokens: int) -> Flops:
     """One forward of a causal LM over a document, without its head."""
     text = model.config.get_text_config()  # type: ignore[union-attr, operator]
-    dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    width = text.num_attention_heads * dim
+    width = text.num_attention_heads * head_dim(text)
     attention = text.num_hidden_layers * attention_flops(width, tokens)
     return Flops(linear=2.0 * active_matrices(model) * tokens, attention=attention)
 
@@ -62,3 +62,8 @@ def active_matrices(model: nn.Module) -> int:
             continue
         count += parameter.numel() * (share if parameter.dim() == 3 else 1.0)
     return round(count)
+
+
+def head_dim(text: Any) -> int:
+    """Of a Hugging Face text config."""
+    return int(getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads)

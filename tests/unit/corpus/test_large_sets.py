@@ -14,7 +14,7 @@ import pytest
 from drafttrain.corpus.answers import read_answers
 from drafttrain.corpus.chat import ChatRenderer
 from drafttrain.corpus.config import PromptSource
-from drafttrain.corpus.dataset import build_corpus, in_order_of_ids, split_held_out
+from drafttrain.corpus.dataset import build_corpus, split_held_out
 from drafttrain.corpus.lines import Lines, pick, write_lines
 from drafttrain.corpus.readers import collect_prompts, read_conversations
 from drafttrain.corpus.samples import SampleTable, lengths_of, write_samples
@@ -44,7 +44,7 @@ def high_water() -> int:
 def data_stage(path: Path, cache: Path) -> int:
     """What a run does with its data up to the first steps, and with prompts; samples trained on."""
     chat = ChatRenderer(chat_tokenizer(CHATML))
-    training, _ = split_held_out(in_order_of_ids(read_answers(path)), 8)
+    training, _ = split_held_out(read_answers(path), 8)
     corpus = build_corpus(training, chat, max_length=64, vocab_size=600, cache=cache)
     order = DataOrder(corpus.samples, row_length=64, packing=True, window_rows=8, seed=0)
     seen = sum(len(row) for window in islice(order.windows(), 20) for row in window.rows)
