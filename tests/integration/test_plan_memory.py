@@ -82,7 +82,6 @@ def recipe(target: Path, drafter: dict[str, Any], placement: str = "whole", **tr
     }
 
 
-IN_SHARDS = "ZeRO-2, target in shards"
 ONE_RANK: dict[str, tuple[str, dict[str, Any]]] = {
     "eagle3": ("eagle3", {}),
     "eagle3, bf16": ("eagle3", {"precision": "bf16"}),
@@ -96,13 +95,16 @@ TWO_RANKS = {
     "DDP": ("whole", Launch()),
     "FSDP2": ("whole", Launch("fsdp2")),
     **{f"ZeRO-{stage}": ("whole", Launch("zero", stage)) for stage in range(4)},
-    IN_SHARDS: ("zero3", Launch("zero", 2)),
+    "ZeRO-2, target in shards": ("zero3", Launch("zero", 2)),
 }
 
 
 def measure(folder: Path, recipes: list[dict[str, Any]], launches: list[Launch], ranks: int) -> list[tuple[int, int]]:
     """(measured, planned) peak of each run."""
-    jobs = [{"recipe": r, "launch": [way.kind, way.stage]} for r, way in zip(recipes, launches, strict=True)]
+    runs = 1 if ranks == 1 else 3
+    jobs = [
+        {"recipe": r, "launch": [way.kind, way.stage], "runs": runs} for r, way in zip(recipes, launches, strict=True)
+    ]
     (folder / "jobs.json").write_text(json.dumps(jobs))
     ends = finish(
         start_ranks(["-m", "tests.memory_worker", str(folder / "jobs.json"), str(folder / "out.json")], ranks)
@@ -146,12 +148,6 @@ def test_one_rank(on_one_rank: dict[str, tuple[int, int]], name: str) -> None:
 
 
 @pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs DeepSpeed")
-@pytest.mark.parametrize("name", [name for name in TWO_RANKS if name != IN_SHARDS])
+@pytest.mark.parametrize("name", TWO_RANKS)
 def test_two_ranks(on_two_ranks: dict[str, tuple[int, int]], name: str) -> None:
     assert_near(name, on_two_ranks[name])
-
-
-@pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs DeepSpeed")
-@pytest.mark.xfail(strict=False, reason="what is seen of a gathered target differs from run to run")
-def test_a_target_in_shards(on_two_ranks: dict[str, tuple[int, int]]) -> None:
-    assert_near(IN_SHARDS, on_two_ranks[IN_SHARDS])

@@ -113,7 +113,7 @@ def test_the_partial_window_at_the_end_of_an_epoch_is_trained_on(tmp_path: Path)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("family", ["eagle3", "draft_lm", "eagle1-noise"])
+@pytest.mark.parametrize("family", ["eagle3", "draft_lm", "eagle1-noise", "kept_head"])
 def test_a_resumed_run_has_the_curve_of_an_unbroken_one(tmp_path: Path, family: str, precision: str) -> None:
     options: dict[str, Any] = {"precision": precision, "max_steps": 9, "epochs": None, "log_every": 2}
     unbroken = make(tmp_path / "a", family, **options)

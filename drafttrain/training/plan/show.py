@@ -171,9 +171,6 @@ def _assumptions(plan: Plan) -> Text:
             f"a rank receives {hardware.link / 1e9:,.0f} GB/s of a target in shards; nothing is computed meanwhile, "
             "which prefetching makes better"
         )
-        lines.append(
-            "a target in shards is counted as DeepSpeed describes it; a small one took a quarter more on CPU ranks"
-        )
     return Text("Assumed:\n" + "\n".join(f"- {line}" for line in lines))
 
 
