@@ -127,8 +127,7 @@ class Eagle1Config(EagleConfig):
         feature_noise: uniform noise in +-this on the target's features while training.
         detach: HASS's aligned steps read the draft's own features without a gradient through them.
         fc_bias: fc has a bias, as in most of the paper's own checkpoints. vLLM has none.
-        init_fc: "random", or "feature" to start as the copy of the feature: the draft begins as "the next feature is
-            this one", which matters where a target's features are large.
+        init_fc: "random", or "feature" to start as the copy of the feature.
     """
 
     family: Literal["eagle1"] = "eagle1"
