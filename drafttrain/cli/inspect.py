@@ -38,7 +38,13 @@ def run(arguments: argparse.Namespace) -> int:
     conversations = present_conversations(recipe)
     chat = chat_of(recipe)
     vocabulary = load_text_config(recipe.target).vocab_size
-    corpus = build_corpus(conversations, chat, max_length=recipe.data.max_length, vocab_size=vocabulary)
+    corpus = build_corpus(
+        conversations,
+        chat,
+        max_length=recipe.data.max_length,
+        vocab_size=vocabulary,
+        supervise=recipe.data.supervise,
+    )
     count = max(0, min(arguments.samples, len(corpus.samples)))
     chosen = random.Random(arguments.seed).sample(corpus.samples, count)
     console = Console(force_terminal=True if arguments.color else None)

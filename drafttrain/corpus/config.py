@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 from drafttrain.config import Config
 
 Format = Literal["auto", "messages", "sharegpt", "alpaca", "prompt", "text"]
+Supervise = Literal["answers", "all"]
 
 
 class PromptSource(Config):
@@ -81,6 +82,9 @@ class DataConfig(Config):
     """Conversations that were answered before (`drafttrain regenerate`), in place of `prompts`."""
     max_length: int = Field(default=1024, gt=1)
     """Tokens; longer conversations are cut there."""
+    supervise: Supervise = "answers"
+    """`answers`: the tokens that a served draft proposes. `all`: the user's turns and the template, too, for which the
+    target has a distribution as well: more to learn from in a small data set."""
     held_out: int = Field(default=32, ge=0)
     """Conversations kept out of training for validation."""
     template_kwargs: dict[str, Any] = Field(default_factory=dict)

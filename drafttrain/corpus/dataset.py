@@ -6,13 +6,14 @@ import hashlib
 import json
 import random
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import torch
 
 from drafttrain.corpus.chat import ChatRenderer
+from drafttrain.corpus.config import Supervise
 from drafttrain.corpus.lines import pick
 from drafttrain.corpus.samples import SampleTable, write_samples
 from drafttrain.corpus.types import Conversation, Reject, Sample
@@ -50,7 +51,14 @@ class Corpus:
         return self.samples.supervised
 
 
-def corpus_key(conversations: Iterable[Conversation], chat: ChatRenderer, *, max_length: int, vocab_size: int) -> str:
+def corpus_key(
+    conversations: Iterable[Conversation],
+    chat: ChatRenderer,
+    *,
+    max_length: int,
+    vocab_size: int,
+    supervise: Supervise = "answers",
+) -> str:
     """Hex digest over everything that decides the samples."""
     data = hashlib.sha256()
     for number, item in enumerate(conversations):
@@ -63,6 +71,7 @@ def corpus_key(conversations: Iterable[Conversation], chat: ChatRenderer, *, max
         "stop": sorted(chat.stop_ids),
         "max_length": max_length,
         "vocab_size": vocab_size,
+        **({} if supervise == "answers" else {"supervise": supervise}),
     }
     return sha256_text(json.dumps(parts, sort_keys=True))
 
@@ -73,6 +82,7 @@ def build_corpus(
     *,
     max_length: int,
     vocab_size: int,
+    supervise: Supervise = "answers",
     cache: Path | None = None,
 ) -> Corpus:
     """Tokenise conversations, or read what an earlier call with the same key left in `cache`.
@@ -81,6 +91,7 @@ def build_corpus(
         conversations: gone through one by one, so they may lie on disk.
         max_length: tokens of a sample.
         vocab_size: rows of the target's embedding; a tokenizer that goes beyond belongs to another model.
+        supervise: see `DataConfig`.
         cache: folder of tokenised corpora; `cache_dir()/corpus` where None.
 
     Raises:
@@ -88,18 +99,24 @@ def build_corpus(
     """
     if not conversations:
         raise DataError("the data set is empty", where="data", remedy="give prompts, or a file of conversations")
-    key = corpus_key(conversations, chat, max_length=max_length, vocab_size=vocab_size)
+    key = corpus_key(conversations, chat, max_length=max_length, vocab_size=vocab_size, supervise=supervise)
     folder = (cache or cache_dir() / "corpus") / f"{key[:32]}.{_LAYOUT}"
     stored = _load(folder, key)
     if stored is None:
-        _write(folder, key, conversations, chat, max_length, vocab_size)
+        _write(folder, key, conversations, chat, max_length, vocab_size, supervise)
         stored = _load(folder, key)
         assert stored is not None
     return stored
 
 
 def _write(
-    folder: Path, key: str, conversations: Sequence[Conversation], chat: ChatRenderer, max_length: int, vocab_size: int
+    folder: Path,
+    key: str,
+    conversations: Sequence[Conversation],
+    chat: ChatRenderer,
+    max_length: int,
+    vocab_size: int,
+    supervise: Supervise,
 ) -> None:
     """Tokenise into a folder, which is whole or absent."""
     rejects: list[Reject] = []
@@ -118,7 +135,7 @@ def _write(
                         where=chat.name,
                         remedy="use the tokenizer that belongs to the target",
                     )
-                yield sample
+                yield sample if supervise == "answers" else replace(sample, spans=[(0, len(sample.ids) - 1)])
 
     try:
         with atomic_folder(folder) as partial:

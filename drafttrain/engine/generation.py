@@ -34,13 +34,15 @@ class TargetGenerator:
         seed: int = 0,
         stop: frozenset[int] | set[int] = frozenset(),
     ) -> Iterator[tuple[int, list[int]]]:
-        """Yield (index of the prompt, new token ids, the stop token included) as they finish.
+        """Yield (index of the prompt, new token ids, the stop token included) as they finish, long prompts first.
 
         A prompt's output depends on its place and the seed, not on the batch size.
         """
         if not prompts:
             return
-        length = max(len(prompt) for prompt in prompts) + max_new_tokens
+        # A forward attends as far as its longest row: rows of like length meet, and few are left beside the last ones.
+        order = sorted(range(len(prompts)), key=lambda index: len(prompts[index]), reverse=True)
+        length = len(prompts[order[0]]) + max_new_tokens
         engine = Engine(
             self.target,
             self.proposer,
@@ -51,12 +53,12 @@ class TargetGenerator:
         requests = (
             Request(
                 id=str(index),
-                prompt_ids=prompt,
+                prompt_ids=prompts[index],
                 max_new_tokens=max_new_tokens,
                 sampling=SamplingParams(temperature, top_p, top_k, seed),
                 stop_ids=frozenset(stop),
             )
-            for index, prompt in enumerate(prompts)
+            for index in order
         )
         for completion in engine.stream(requests):
             if completion.error is not None:

@@ -30,8 +30,8 @@ SLAB = 2**21  # elements of a head's gradient that are computed at a time
 
 
 def chunk_logits(device: torch.device) -> int:
-    """Logits that may exist at a time: 32 MB in bf16 on a CPU, 128 MB elsewhere."""
-    return 2**24 if device.type == "cpu" else 2**26
+    """Logits that may exist at a time: 16 MB in bf16 on a CPU, 128 MB elsewhere."""
+    return 2**23 if device.type == "cpu" else 2**26
 
 
 def block_logits(device: torch.device) -> int:

@@ -180,7 +180,9 @@ def prepare_corpus(recipe: Recipe, target: TargetModel, chat: ChatRenderer, repo
         report.say(line)
     # Answers lie in the order in which they were finished, which a resumed run does not repeat.
     training, held_out = split_held_out(conversations, data.held_out, seed=recipe.seed)
-    corpus = build_corpus(training, chat, max_length=data.max_length, vocab_size=target.vocab_size)
+    corpus = build_corpus(
+        training, chat, max_length=data.max_length, vocab_size=target.vocab_size, supervise=data.supervise
+    )
     report.say(
         f"data: {len(corpus.samples)} samples of {corpus.tokens} tokens, {corpus.supervised / corpus.tokens:.0%} "
         f"supervised; {len(corpus.rejects)} conversations refused, {len(held_out)} held out"

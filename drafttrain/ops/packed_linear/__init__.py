@@ -1,5 +1,6 @@
 """Matrix products with few rows against weights laid out for them, on CPUs."""
 
-from drafttrain.ops.packed_linear.dispatch import Matrix, PackedWeight, is_packed, linear, pack, pack_linears, pack_tree
+from drafttrain.ops.packed_linear.dispatch import Matrix, PackedWeight, linear, pack, pack_tree
+from drafttrain.ops.packed_linear.modules import is_packed, pack_linears
 
 __all__ = ["Matrix", "PackedWeight", "is_packed", "linear", "pack", "pack_linears", "pack_tree"]

@@ -13,7 +13,7 @@ from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 # The layout is chosen for a number of rows; measured, the one for 8 is best or near it from 1 to 64.
 _ROWS = 8
@@ -60,36 +60,6 @@ def pack_tree(weights: T) -> T:
         packed = [pack_tree(item) for item in weights]
         return type(weights)(*packed) if hasattr(weights, "_fields") else type(weights)(packed)
     return weights
-
-
-def pack_linears(module: nn.Module) -> None:
-    """Let every `nn.Linear` below `module` use a packed copy of its weight when no gradient is wanted.
-
-    The copies do not follow later changes of the weights: call it again after one.
-    """
-    for child in module.modules():
-        if type(child) is nn.Linear:
-            packed = pack(child.weight)
-            if packed is not None:
-                child.forward = _PackedForward(child, packed)  # type: ignore[assignment,method-assign]
-
-
-def is_packed(module: nn.Module) -> bool:
-    """Whether `pack_linears` has been at this module itself."""
-    return isinstance(module.forward, _PackedForward)
-
-
-class _PackedForward:
-    """In place of `nn.Linear.forward`."""
-
-    def __init__(self, module: nn.Linear, packed: PackedWeight) -> None:
-        self.module, self.packed = module, packed
-
-    def __call__(self, x: Tensor) -> Tensor:
-        module = self.module
-        if x.dtype != self.packed.dtype or torch.is_grad_enabled() or x.device.type != "cpu":
-            return F.linear(x, module.weight, module.bias)
-        return linear(x, self.packed, module.bias)
 
 
 @cache

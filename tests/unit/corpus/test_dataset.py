@@ -110,6 +110,17 @@ def test_token_counts_are_over_labels(chat: ChatRenderer, tmp_path: Path) -> Non
     assert token_counts([], VOCAB).tolist() == [0] * VOCAB
 
 
+def test_a_small_set_may_be_supervised_whole(chat: ChatRenderer, tmp_path: Path) -> None:
+    talk = Conversation("t", [user("Hi"), assistant("fine"), user("So?"), assistant("good then")])
+    answers = build_corpus([talk], chat, max_length=64, vocab_size=VOCAB, cache=tmp_path)
+    whole = build_corpus([talk], chat, max_length=64, vocab_size=VOCAB, supervise="all", cache=tmp_path)
+    assert whole.key != answers.key and answers.supervised < answers.tokens
+    assert whole.samples[0].ids.tolist() == answers.samples[0].ids.tolist()
+    assert whole.samples[0].spans == [(0, whole.tokens - 1)]
+    with_text = token_counts(whole.samples, VOCAB) - token_counts(answers.samples, VOCAB)
+    assert with_text.sum() == whole.tokens - 1 - (answers.supervised - 2)
+
+
 def test_held_out_conversations_do_not_depend_on_the_order() -> None:
     data = conversations(20)
     training, held = split_held_out(data, 5, seed=1)

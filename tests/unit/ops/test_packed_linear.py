@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from drafttrain.modeling.causal_lm import CausalLM
 from drafttrain.modeling.head import Head
@@ -54,6 +56,55 @@ def test_gradients_are_untouched_and_changes_are_seen_when_packed_again() -> Non
     pack_linears(layer)
     with torch.no_grad():
         torch.testing.assert_close(layer(x), F.linear(x, layer.weight, layer.bias))
+
+
+class _Attention(nn.Module):
+    def __init__(self, bias: bool, widths: tuple[int, int, int] = (16, 8, 8)) -> None:
+        super().__init__()
+        for name, width in zip("qkv", widths, strict=True):
+            self.add_module(f"{name}_proj", nn.Linear(24, width, bias=bias))
+        self.gate_proj, self.up_proj = nn.Linear(24, 32, bias=True), nn.Linear(12, 32, bias=True)
+
+
+@needs_onednn
+@pytest.mark.parametrize("bias", [False, True])
+def test_modules_that_read_one_input_share_a_product(bias: bool) -> None:
+    parent = _Attention(bias)
+    x, y = torch.randn(2, 3, 24), torch.randn(2, 3, 24)
+    names = ("q_proj", "k_proj", "v_proj")
+
+    def read(name: str, x: Tensor) -> Tensor:
+        out: Tensor = parent.get_submodule(name)(x)
+        return out
+
+    with torch.no_grad():
+        expected = {name: (read(name, x), read(name, y)) for name in names}
+        gate, up = parent.gate_proj(x), parent.up_proj(x[..., :12])
+        pack_linears(parent)
+        for order in (names, names[::-1], ("k_proj", "k_proj")):
+            for name in order:
+                torch.testing.assert_close(read(name, x), expected[name][0])
+        # Inputs that take turns, as those of two threads may.
+        for name in names:
+            torch.testing.assert_close(read(name, x), expected[name][0])
+            torch.testing.assert_close(read(name, y), expected[name][1])
+        torch.testing.assert_close(parent.gate_proj(x), gate)
+        torch.testing.assert_close(parent.up_proj(x[..., :12]), up)
+    assert torch.equal(parent.q_proj(x), F.linear(x, parent.q_proj.weight, parent.q_proj.bias))
+    assert parent.q_proj(x).requires_grad
+
+
+@needs_onednn
+def test_no_input_is_kept_when_all_have_read_it() -> None:
+    parent = _Attention(bias=False)
+    pack_linears(parent)
+    with torch.no_grad():
+        x = torch.randn(3, 24)
+        seen = weakref.ref(x)
+        for name in ("q_proj", "k_proj", "v_proj"):
+            parent.get_submodule(name)(x)
+        del x
+    assert seen() is None
 
 
 @needs_onednn

@@ -1,0 +1,85 @@
+"""Packed weights in the modules of a model, whatever its architecture."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from drafttrain.ops.packed_linear.dispatch import PackedWeight, linear, pack
+
+# Children of one module that read the same input: one product for all of them costs less than one each.
+_TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+
+
+def pack_linears(module: nn.Module) -> None:
+    """Let every `nn.Linear` below `module` use a packed copy of its weight when no gradient is wanted.
+
+    The copies do not follow later changes of the weights: call it again after one.
+    """
+    for group in _groups(module):
+        packed = pack(torch.cat([child.weight.detach() for child in group]) if len(group) > 1 else group[0].weight)
+        if packed is None:
+            continue
+        joint = _Joint(group, packed)
+        for index, child in enumerate(group):
+            child.forward = _PackedForward(child, joint, index)  # type: ignore[assignment,method-assign]
+
+
+def is_packed(module: nn.Module) -> bool:
+    """Whether `pack_linears` has been at this module itself."""
+    return isinstance(module.forward, _PackedForward)
+
+
+def _groups(module: nn.Module) -> Iterator[list[nn.Linear]]:
+    for parent in module.modules():
+        left = {name: child for name, child in parent.named_children() if type(child) is nn.Linear}
+        for names in _TOGETHER:
+            group = [left[name] for name in names if name in left]
+            if len(group) == len(names) and len({_kind(child) for child in group}) == 1:
+                yield group
+                left = {name: child for name, child in left.items() if name not in names}
+        yield from ([child] for child in left.values())
+    if type(module) is nn.Linear:
+        yield [module]
+
+
+def _kind(module: nn.Linear) -> tuple[int, torch.dtype, torch.device, bool]:
+    weight = module.weight
+    return module.in_features, weight.dtype, weight.device, module.bias is not None
+
+
+class _Joint:
+    """The products of modules that read one input, made when the first is asked for."""
+
+    def __init__(self, modules: Sequence[nn.Linear], packed: PackedWeight) -> None:
+        self.packed = packed
+        biases = [module.bias.detach() for module in modules if module.bias is not None]
+        self._bias = torch.cat(biases) if biases else None
+        self._sizes = [module.out_features for module in modules]
+        self._last: tuple[Tensor, Sequence[Tensor]] | None = None
+
+    def part(self, x: Tensor, index: int) -> Tensor:
+        if len(self._sizes) == 1:
+            return linear(x, self.packed, self._bias)
+        # One read and one write of the attribute: another thread's input is never taken for this one.
+        last = self._last
+        if last is None or last[0] is not x:
+            last = x, linear(x, self.packed, self._bias).split(self._sizes, -1)
+        self._last = last if index < len(self._sizes) - 1 else None
+        return last[1][index]
+
+
+class _PackedForward:
+    """In place of `nn.Linear.forward`."""
+
+    def __init__(self, module: nn.Linear, joint: _Joint, index: int) -> None:
+        self.module, self.joint, self.index = module, joint, index
+
+    def __call__(self, x: Tensor) -> Tensor:
+        module = self.module
+        if x.dtype != self.joint.packed.dtype or torch.is_grad_enabled() or x.device.type != "cpu":
+            return F.linear(x, module.weight, module.bias)
+        return self.joint.part(x, self.index)
