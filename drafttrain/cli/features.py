@@ -1,4 +1,4 @@
-"""`drafttrain features build|verify|info|convert|serve`: the store of a recipe's features, and who computes them."""
+"""`drafttrain features build|verify|info|convert|serve|vllm`: the features of a recipe, stored or served."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from drafttrain.cli import feature_server
+from drafttrain.cli import feature_server, features_vllm
 from drafttrain.cli.common import Subparsers, add_recipe, positive, progress_bars, recipe_of
 
 if TYPE_CHECKING:
@@ -57,6 +57,7 @@ def register(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
     convert.add_argument("--shard-mib", type=positive, default=256, metavar="N", help="size of a shard (default 256)")
     convert.set_defaults(run=run_convert)
     feature_server.register(actions)
+    features_vllm.register(actions)
 
 
 def _part(text: str) -> Part:

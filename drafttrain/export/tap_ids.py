@@ -6,14 +6,9 @@ from typing import Any
 
 from drafttrain.export.ir import DraftIR
 from drafttrain.export.layout import refuse
-from drafttrain.modeling.taps import Tap
+from drafttrain.modeling.taps import Tap, vllm_id
 
 KEY = "eagle_aux_hidden_state_layer_ids"
-
-
-def vllm_id(tap: Tap, n_layers: int) -> int:
-    """The input of that layer; n_layers is the last block's output before the final norm."""
-    return tap.index if tap.kind == "block" else n_layers
 
 
 def sglang_id(tap: Tap, n_layers: int) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 
 from torch import Tensor
@@ -12,7 +13,7 @@ from torch import Tensor
 from drafttrain.corpus.samples import lengths_of
 from drafttrain.corpus.types import Sample
 from drafttrain.errors import StoreError
-from drafttrain.features.capture import capture
+from drafttrain.features.capture import Compute, capture
 from drafttrain.features.config import FeaturesConfig
 from drafttrain.features.lock import WHOLE, Part
 from drafttrain.features.reader import StoreReader
@@ -41,6 +42,7 @@ def build_store(
     config: FeaturesConfig,
     progress: Progress = lambda done, total: None,
     part: Part = WHOLE,
+    compute: Compute | None = None,
 ) -> bool:
     """Compute and write the features of every document that the store lacks, or of this part's share of them.
 
@@ -51,6 +53,7 @@ def build_store(
         samples: documents; the same for all parts.
         config: shard size and batch size.
         part: the processes of a job write at once, each another part.
+        compute: gives the features in place of the target.
 
     Returns:
         Whether the store is complete: no other part has anything left to write.
@@ -58,9 +61,11 @@ def build_store(
     Raises:
         StoreError: a foreign store, one that another job writes to, or a disk that is or becomes too small.
         DataError: features that are not finite; names the sample.
+        FeatureServerError: see `FeatureClient`.
     """
     if holds(path, identity, samples):
         return True
+    compute = compute or partial(capture, target, batch_tokens=config.batch_tokens, wants_top1=lambda _: True)
     with StoreWriter(
         path, identity, shard_bytes=config.shard_mib << 20, part=part, job=job_name(identity, samples)
     ) as writer:
@@ -74,7 +79,7 @@ def build_store(
         done = 0
         for block in mine:
             todo = [sample for at in block if (sample := samples[at]).id in wanted]
-            for captured in capture(target, todo, taps, batch_tokens=config.batch_tokens, wants_top1=lambda _: True):
+            for captured in compute(todo, taps):
                 writer.add(captured.sample, captured.features, captured.top1)
                 done += len(captured.sample.ids)
                 progress(done, total)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -34,6 +34,10 @@ class Captured:
     sample: Sample
     features: dict[Tap, Tensor]
     top1: Tensor | None
+
+
+Compute = Callable[[Sequence[Sample], Sequence[Tap]], Iterable[Captured]]
+"""(samples, taps) -> each sample with these taps and its top1, in any order."""
 
 
 def group_by_length(samples: Sequence[Sample], batch_tokens: int) -> list[list[Sample]]:
@@ -81,7 +85,7 @@ def _forward(
     for row, sample in enumerate(group):
         features = {tap: states[tap][row, : len(sample.ids)] for tap in taps}
         check_features(sample, features)
-        top1 = _top1(target, sample, output.final[row]) if wants_top1(sample) else None
+        top1 = top1_of(target, sample, output.final[row]) if wants_top1(sample) else None
         captured.append(Captured(sample, features, top1))
     return captured
 
@@ -117,7 +121,12 @@ def label_sources(sample: Sample) -> Tensor:
     return wanted.nonzero().flatten()
 
 
-def _top1(target: CausalLM, sample: Sample, final: Tensor) -> Tensor:
+def top1_of(target: CausalLM, sample: Sample, final: Tensor) -> Tensor:
+    """int64 [L] of `Captured`, from the target's head alone, in chunks.
+
+    Args:
+        final: [at least L, H].
+    """
     top1 = torch.full((len(sample.ids),), UNKNOWN, dtype=torch.int64, device=final.device)
     wanted = label_sources(sample).to(final.device)
     for rows in torch.split(wanted, _TOP1_ROWS):

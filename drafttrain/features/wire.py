@@ -171,3 +171,12 @@ def find_token(file: str | Path | None, *, make: bool = False) -> tuple[str, str
     if not token:
         raise UserError("holds no token", where=path, remedy="remove it: the server makes a new one")
     return token, str(path)
+
+
+def given_token(file: str | Path | None) -> str | None:
+    """The secret of a server that need not have one: from `file`, else from the environment; None where neither says.
+
+    Raises:
+        UserError: see `find_token`.
+    """
+    return find_token(file)[0] if file is not None or os.environ.get(TOKEN_VARIABLE) else None

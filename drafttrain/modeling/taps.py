@@ -1,4 +1,5 @@
-"""Where a feature is read in the target. One numbering inside the project; engines' own are made in `export/`."""
+"""Where a feature is read in the target. One numbering inside the project; engines' own are made in `export/`, but for
+vLLM's, which also gives features."""
 
 from __future__ import annotations
 
@@ -48,6 +49,12 @@ class Tap:
 
 Tap.pre_norm = Tap("pre_norm")
 Tap.final = Tap("final")
+
+
+def vllm_id(tap: Tap, n_layers: int) -> int:
+    """vLLM's number: the input of that layer; n_layers is the last block's output, before the final norm. There is none
+    for the state after it: that of `Tap.final` is n_layers, too."""
+    return tap.index if tap.kind == "block" else n_layers
 
 
 @dataclass(frozen=True)

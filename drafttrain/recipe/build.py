@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -24,19 +26,23 @@ from drafttrain.drafters.lora import add_lora
 from drafttrain.drafters.saving import check_target, warm_start
 from drafttrain.errors import RecipeError, StoreError, UserError
 from drafttrain.features.building import build_store, holds, open_store, spot_check
+from drafttrain.features.client import FeatureClient, Wanted
 from drafttrain.features.hybrid import HybridFeatures
 from drafttrain.features.lock import WHOLE, Part
 from drafttrain.features.sources import FeatureSource, OnlineFeatures, StoredFeatures, taps_with_final
 from drafttrain.features.store import StoreIdentity
 from drafttrain.features.stream import StreamedFeatures
-from drafttrain.features.wire import find_token
+from drafttrain.features.vllm import VllmFeatures
+from drafttrain.features.wire import find_token, given_token
 from drafttrain.losses.objective import Objective
+from drafttrain.modeling.taps import FeatureSpec
 from drafttrain.modeling.vocab_map import VocabMap
 from drafttrain.recipe.conversations import InProcess, data_hashes, prepare_conversations, what_was_left_out
 from drafttrain.recipe.load import save_recipe
 from drafttrain.recipe.provenance import collect_provenance, record_provenance
 from drafttrain.recipe.schema import Recipe
 from drafttrain.targets.config import TargetConfig
+from drafttrain.targets.ends import load_ends
 from drafttrain.targets.load import load_target
 from drafttrain.targets.model import TargetModel
 
@@ -156,7 +162,8 @@ def prepare_store(recipe: Recipe, report: Reporter) -> StoreParts:
     Raises:
         UserError: whatever a stage cannot use.
     """
-    target = prepare_target(recipe, report)
+    ends = recipe.features.urls and recipe.target.placement == "elsewhere"
+    target = prepare_target(recipe, report, load_ends if ends else load_target)
     chat = ChatRenderer(target.tokenizer, recipe.data.template_kwargs, target.stop_ids)
     corpus, _ = prepare_corpus(recipe, target, chat, report)
     try:
@@ -264,7 +271,7 @@ def open_features(recipe: Recipe, parts: RunParts, report: Reporter, part: Part 
 
     Raises:
         StoreError: a store that is foreign, damaged, or written to by another job.
-        FeatureServerError: see `StreamedFeatures`.
+        FeatureServerError: see `FeatureClient`.
     """
     config, target, samples = recipe.features, parts.target, parts.corpus.samples
     spec = parts.drafter.feature_spec
@@ -282,16 +289,27 @@ def open_features(recipe: Recipe, parts: RunParts, report: Reporter, part: Part 
         if target.runs:
             spot_check(reader, target, samples)
         return StoredFeatures(reader, config.workers)
-    token, _ = find_token(config.token_file)
-    streamed = StreamedFeatures(
-        config,
-        token,
-        spec,
-        identity=target.identity,
-        dtype=recipe.target.dtype,
-        want_top1=want_top1,
-        say=report.say,
-    )
+    return _ask_servers(recipe, spec, target, samples, report, want_top1=want_top1)
+
+
+def _ask_servers(
+    recipe: Recipe,
+    spec: FeatureSpec,
+    target: TargetModel,
+    samples: Sequence[Sample],
+    report: Reporter,
+    *,
+    want_top1: bool = True,
+) -> FeatureClient:
+    """A client of the servers that the recipe names, after it has compared them with the target."""
+    config = recipe.features
+    wanted = Wanted(spec, target.identity, recipe.target.dtype, top1=want_top1, say=report.say)
+    if config.exchange is not None:
+        longest, token = int(lengths_of(samples).max()), given_token(config.token_file)
+        vllm = VllmFeatures(config, token, wanted, target=target, model=recipe.target.model, longest=longest)
+        vllm.spot_check(target, samples)
+        return vllm
+    streamed = StreamedFeatures(config, find_token(config.token_file)[0], wanted)
     if target.runs:
         streamed.spot_check(target, samples)
     return streamed
@@ -312,17 +330,24 @@ def build_features(
     path = store_path(recipe)
     if holds(path, identity, samples):
         return True
-    if not target.runs:
+    if not (target.runs or recipe.features.urls):
         raise StoreError(
             "lacks features of the recipe's samples, and the target is not here: target.placement is elsewhere",
             where=path,
-            remedy="complete it first: drafttrain features build RECIPE, where the target fits",
+            remedy="complete it first: drafttrain features build RECIPE, where the target fits, or with servers that "
+            "run it (features.urls)",
         )
 
     def progress(done: int, total: int) -> None:
         report.progress("features", done, total)
 
-    complete = build_store(path, identity, target, samples, recipe.features, progress, part)
+    build = partial(build_store, path, identity, target, samples, recipe.features, progress, part)
+    if recipe.features.urls:
+        spec = FeatureSpec.of(identity.taps)
+        with closing(_ask_servers(recipe, spec, target, samples, report)) as servers:
+            complete = build(servers.captured)
+    else:
+        complete = build()
     if part.index == 0:
         save_recipe(recipe, path)
         record_provenance(path, collect_provenance(target.identity.to_dict(), data_hashes(recipe)))

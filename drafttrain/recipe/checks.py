@@ -104,8 +104,10 @@ def _targets_do_what_they_can(
     if data.path is None and any(source.source == "self" for source in data.prompts):
         yield Problem(where, f"{which} does not write prompts: write them first with `drafttrain prompts`")
     if target.placement == "elsewhere":
-        if features.source not in ("stream", "offline"):
-            yield Problem(where, f"{which} computes nothing here: use features.source 'stream', or a finished store")
+        if not features.served and features.source != "offline":
+            yield Problem(
+                where, f"{which} computes nothing here: use features.source 'stream' or 'vllm', or a finished store"
+            )
         if evaluation.prompts:
             yield Problem(where, f"{which} cannot be drafted for while training: set evaluation.prompts to 0")
         return

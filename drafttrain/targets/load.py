@@ -126,6 +126,16 @@ def _identity(config: TargetConfig, place: _Place, tokenizer: Any, text: Any, vo
     )
 
 
+def checkpoint(config: TargetConfig) -> Path | str | None:
+    """What a serving engine loads of the target: a folder, or a hub name; None for a GGUF file."""
+    if config.model == embedded.NAME:
+        return embedded.embedded_folder()
+    path = Path(config.model).expanduser()
+    if config.gguf_file or path.suffix == ".gguf":
+        return None
+    return path.resolve() if path.is_dir() else config.model
+
+
 def load_tokenizer(config: TargetConfig) -> Any:
     """The target's tokenizer alone.
 

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from drafttrain.features.building import build_store, open_store
+from drafttrain.features.client import Wanted
 from drafttrain.features.config import FeaturesConfig
 from drafttrain.features.hybrid import HybridFeatures
 from drafttrain.features.lock import WHOLE
@@ -49,7 +50,7 @@ def source_of(kind: str, spec: FeatureSpec, path: Path) -> Iterator[FeatureSourc
     else:
         with serving() as server:
             config = FeaturesConfig(source="stream", urls=(server.url,))
-            yield StreamedFeatures(config, "token", spec, identity=TARGET, dtype="float32")
+            yield StreamedFeatures(config, "token", Wanted(spec, TARGET, "float32"))
 
 
 @contextmanager
@@ -93,7 +94,7 @@ def test_sigterm_ends_a_run_that_waits_for_a_server_and_the_run_goes_on(tmp_path
         config = FeaturesConfig(source="stream", urls=(url,), on_loss="wait")
         # It says that it waits, and is told to stop then.
         stop = lambda message: os.kill(os.getpid(), signal.SIGTERM)  # noqa: E731
-        return StreamedFeatures(config, "token", spec, identity=TARGET, dtype="float32", say=stop)
+        return StreamedFeatures(config, "token", Wanted(spec, TARGET, "float32", say=stop))
 
     with serving() as server:
         trainer.source = streamed(server.url)

@@ -21,8 +21,8 @@ from drafttrain.export.verify import CONFIG, verify_export
 from drafttrain.export.vllm import METHODS, VLLM
 from drafttrain.files import read_json
 from drafttrain.modeling.causal_lm import CausalLM
-from drafttrain.targets import embedded
 from drafttrain.targets.config import TargetConfig
+from drafttrain.targets.load import checkpoint
 
 _DRAFT = "draft"
 _ROWS = 8
@@ -109,14 +109,12 @@ def server_target(config: TargetConfig) -> Path | str:
     Raises:
         ExportError: a GGUF file, which the proof does not serve.
     """
-    if config.model == embedded.NAME:
-        return embedded.embedded_folder()
-    path = Path(config.model).expanduser()
-    if config.gguf_file or path.suffix == ".gguf":
+    found = checkpoint(config)
+    if found is None:
         raise ExportError(
             "a GGUF target cannot be proven", where=config.model, remedy="give its checkpoint with --target"
         )
-    return path.resolve() if path.is_dir() else config.model
+    return found
 
 
 def check_export(export: str | Path, run: str | Path, target: TargetConfig | None = None) -> DraftIR:

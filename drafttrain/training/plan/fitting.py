@@ -60,7 +60,7 @@ def _placements(recipe: Recipe, ranks: int) -> Iterator[tuple[str | None, Recipe
         yield "target.placement=zero3", _placed(recipe, "zero3")
     if placement != "elsewhere":
         words = ["target.placement=elsewhere", "evaluation.prompts=0"]
-        if recipe.features.source not in ("stream", "offline"):
+        if not recipe.features.served and recipe.features.source != "offline":
             words.append("features.source=stream 'features.urls=[\"http://SERVER:8700\"]'")
         changed = _placed(recipe, "elsewhere")
         evaluation = recipe.evaluation.model_copy(update={"prompts": 0})

@@ -16,6 +16,7 @@ from drafttrain.features.wire import TOKEN_VARIABLE
 from drafttrain.recipe.load import load_recipe
 from drafttrain.targets.load import load_target
 from tests.tiny_world import save_target
+from tests.vllm_states import StatesServer, serving
 
 
 @pytest.fixture(scope="module")
@@ -161,6 +162,55 @@ def test_a_run_trains_on_every_source(world: Path, tmp_path: Path, monkeypatch: 
     assert len(online) >= 2
     for name in sources:
         assert curve(tmp_path / name) == pytest.approx(online, rel=1e-4), name
+
+
+def test_a_run_and_a_store_take_features_from_vllm(
+    world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A server that says what vLLM says. The target's blocks are needed neither to train nor to build the store."""
+    monkeypatch.delenv(TOKEN_VARIABLE, raising=False)
+    recipe = str(world / "tiny.yaml")
+    states = StatesServer(load_target(load_recipe(recipe).target), tmp_path / "x", (1, 2, 4), str(world / "target"))
+    served = [f"features.urls=[{states.url}]", f"features.exchange={tmp_path / 'x'}"]
+    with serving(states):
+        runs = {
+            "online": ["features.source=online"],
+            "vllm": ["features.source=vllm", *served],
+            "elsewhere": ["features.source=vllm", "target.placement=elsewhere", *served],
+        }
+        store = ["features.dtype=fp32", f"features.path={tmp_path / 'store'}", "target.placement=elsewhere"]
+        assert main(["features", "build", recipe, *store, *served]) == 0
+        asked = len(states.asked)
+        assert asked == 6 + 2 and StoreReader(tmp_path / "store").complete
+        runs["stored"] = store
+        # Built while a run starts, and found complete by the next.
+        runs["built"] = [*store, f"features.path={tmp_path / 'other'}", *served]
+        for name, words in runs.items():
+            words += [f"output_dir={tmp_path / name}", "training.precision=fp32", "training.log_every=1"]
+            assert main(["train", recipe, "training.batch_rows=1", "training.epochs=2", *words]) == 0, name
+    for name in runs:
+        assert curve(tmp_path / name) == pytest.approx(curve(tmp_path / "online"), rel=1e-4), name
+    assert list((tmp_path / "x").iterdir()) == []
+    capsys.readouterr()
+    # Its store has taps that this draft does not read, and the servers do not give.
+    words = [*store, *served, "drafter.taps=[1]"]
+    assert main(["features", "build", recipe, *words, "data.prompts.0.count=3"]) == 2
+    assert "no feature server answers" in capsys.readouterr().err
+
+
+def test_the_command_for_vllm(world: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = str(world / "tiny.yaml")
+    words = ["features.source=vllm", "features.urls=[http://127.0.0.1:8000]", "features.exchange=/dev/shm/x"]
+    assert main(["features", "vllm", recipe, *words]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith(f"vllm serve {(world / 'target').resolve()} \\\n    --served-model-name target-states-1-2-4 ")
+    assert '"eagle_aux_hidden_state_layer_ids": [1, 2, 4]' in out and "--max-model-len 101 " in out
+    assert main(["features", "vllm", recipe, *words, "drafter.taps=[pre_norm, 0]", "data.max_length=160"]) == 0
+    out = capsys.readouterr().out
+    # No more than the target's context.
+    assert '"eagle_aux_hidden_state_layer_ids": [0, 4]' in out and "--max-model-len 160 " in out
+    assert main(["features", "vllm", recipe]) == 2
+    assert "features.exchange: there is none (features.source is 'offline')" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("part", ["0/2", "3/2", "x", "1/"])

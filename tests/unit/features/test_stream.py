@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from drafttrain.errors import DataError, FeatureServerError, UserError
+from drafttrain.features.client import Wanted
 from drafttrain.features.config import FeaturesConfig
 from drafttrain.features.server import FeatureServer, ServerLimits
 from drafttrain.features.sources import OnlineFeatures
@@ -62,7 +63,7 @@ def serving(server: FeatureServer | None = None) -> Iterator[FeatureServer]:
 def client(*urls: str, token: str = TOKEN, identity: TargetIdentity = IDENTITY, **values: Any) -> StreamedFeatures:
     said = values.pop("said", [])
     config = FeaturesConfig(source="stream", urls=urls, **values)
-    return StreamedFeatures(config, token, SPEC, identity=identity, dtype="float32", say=said.append)
+    return StreamedFeatures(config, token, Wanted(SPEC, identity, "float32", say=said.append))
 
 
 def post(server: FeatureServer, body: bytes, token: str = TOKEN) -> httpx.Response:
@@ -144,7 +145,7 @@ def test_another_target_is_refused() -> None:
             client(server.url, identity=replace(IDENTITY, weights_hash="f" * 64))
         config = FeaturesConfig(source="stream", urls=(server.url,))
         with pytest.raises(FeatureServerError, match=r"dtype \(float32, here bfloat16\)"):
-            StreamedFeatures(config, TOKEN, SPEC, identity=IDENTITY, dtype="bfloat16")
+            StreamedFeatures(config, TOKEN, Wanted(SPEC, IDENTITY, "bfloat16"))
 
 
 def test_a_dead_server_stops_the_run_or_its_share_goes_to_another() -> None:

@@ -85,6 +85,7 @@ def test_the_error_names_the_file_and_counts(minimal: Path) -> None:
 
 _GIVEN = ("data.answers.source=given", "evaluation.prompts=0")
 _STREAM = ("features.source=stream", "features.urls=[http://a:1]")
+_VLLM = ("features.source=vllm", "features.urls=[http://a:1]", "features.exchange=/dev/shm/x")
 
 
 @pytest.mark.parametrize(
@@ -100,6 +101,9 @@ _STREAM = ("features.source=stream", "features.urls=[http://a:1]")
         (["loss.terms=[{name: smooth_l1}]"], "family 'eagle3' does not predict"),
         (["drafter={family: draft_lm}", "features.source=offline"], "reads tokens, not features"),
         (["target={model: x, placement: elsewhere}", *_GIVEN], "computes nothing here: use features.source 'stream'"),
+        (["target={model: x, placement: elsewhere}", *_GIVEN[:1], *_VLLM], "set evaluation.prompts to 0"),
+        (["target={model: x, placement: zero3}", *_GIVEN, *_VLLM], "use features.source 'online'"),
+        ([*_VLLM, "features.exchange=states"], "'states' must be an absolute path"),
         (
             ["target={model: x, placement: elsewhere}", *_GIVEN[:1], *_STREAM],
             "cannot be drafted for while training: set evaluation.prompts to 0",
