@@ -49,6 +49,8 @@ class StatesServer(ThreadingHTTPServer):
         self.write: Callable[[dict[str, Tensor], Path], None] = save_file
         self.delay_s = 0.0
         self.asked: list[Answer] = []
+        self.closed = False
+        self._forward = threading.Lock()
 
     @property
     def url(self) -> str:
@@ -59,7 +61,8 @@ class StatesServer(ThreadingHTTPServer):
         """The file of a prompt, and the token that the target would write next."""
         n = self.target.n_layers
         taps = [Tap.pre_norm if number == n else Tap.block(number) for number in sorted(self.ids)]
-        output = self.target(torch.tensor([prompt]), taps=taps)
+        with self._forward:
+            output = self.target(torch.tensor([prompt]), taps=taps)
         hidden = torch.stack([output.taps[tap][0] for tap in taps], 1)
         following = int(self.target.lm_head(output.final[0, -1]).argmax())
         return {"hidden_states": hidden, "token_ids": torch.tensor(prompt)}, following
@@ -101,6 +104,9 @@ class _Handler(BaseHTTPRequestHandler):
         self._send(status, self.server.spoil_answer(said) if status == 200 else said)
 
     def _send(self, status: int, said: Answer) -> None:
+        if self.server.closed:  # connections outlive the loop that accepts them
+            self.close_connection = True
+            return
         if self.server.key and self.headers.get("Authorization") != f"Bearer {self.server.key}":
             status, said = 401, {"error": "Unauthorized"}
         body = json.dumps(said).encode()
@@ -122,6 +128,7 @@ def serving(server: StatesServer) -> Iterator[StatesServer]:
     try:
         yield server
     finally:
+        server.closed = True
         server.shutdown()
         server.server_close()
         thread.join(30)

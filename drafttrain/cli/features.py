@@ -20,7 +20,7 @@ def register(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
         "features",
         help="build, verify, show and convert stores of the target's states, or serve these",
         description="Stores of the target's states, from which drafts are trained with features.source=offline or "
-        "hybrid, and servers of them, for features.source=stream.",
+        "hybrid, and servers of them, for features.source=stream and vllm.",
     )
     actions = parser.add_subparsers(title="actions", metavar="ACTION", required=True)
     build = actions.add_parser(

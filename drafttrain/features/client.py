@@ -109,7 +109,8 @@ class FeatureClient(ABC):
         self._http = httpx.Client(
             headers={} if token is None else {"Authorization": f"Bearer {token}"},
             timeout=httpx.Timeout(config.timeout_s, connect=10.0),
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=requests * len(self._urls)),
+            # Idle connections are let go before a server does it (vLLM: after 5 s), not at the same time.
+            limits=httpx.Limits(max_keepalive_connections=requests * len(self._urls), keepalive_expiry=2.0),
             # Proxies of the environment are for the internet, servers of features stand in the next room.
             trust_env=False,
         )

@@ -132,11 +132,12 @@ class VllmFeatures(FeatureClient):
         where = f"{url}, sample {sample.id}"
         hidden, tokens = given.get("hidden_states"), given.get("token_ids")
         if hidden is None or tokens is None or hidden.dim() != 3 or tokens.dim() != 1:
-            raise FeatureServerError("a file without hidden_states [L, ids, H] and token_ids [L]", where=where)
+            what = "a file without hidden_states [L, ids, H] and token_ids [L]"
+            raise FeatureServerError(what, where=where, remedy=_COMMAND)
         rows, columns, width = hidden.shape
         size, dtype = self._wanted.identity.hidden_size, str(hidden.dtype).removeprefix("torch.")
-        what = None
-        if len(tokens) != len(sample.ids) or not bool((tokens == torch.from_numpy(sample.ids)).all()):
+        what = ""
+        if tokens.tolist() != sample.ids.tolist():
             what = f"gave states of other tokens than were asked for: {len(tokens)} for {len(sample.ids)}"
         elif rows != len(sample.ids):
             what = f"gave {rows} rows for {len(sample.ids)} tokens"
@@ -146,7 +147,7 @@ class VllmFeatures(FeatureClient):
             what = f"gave states of {width} elements, the target's have {size}"
         elif dtype != self._wanted.dtype:
             what = f"gave states in {dtype}, target.dtype is {self._wanted.dtype}"
-        if what is not None:
+        if what:
             raise FeatureServerError(what, where=where, remedy=_COMMAND)
         features = {tap: hidden[:, column] for tap, column in self._columns.items()}
         try:
@@ -159,7 +160,7 @@ class VllmFeatures(FeatureClient):
     def _complete(self, sample: Sample, fetched: Fetched) -> tuple[dict[Tap, Tensor], Tensor | None]:
         target = self._target
         final = target.final_norm(fetched.features[Tap.pre_norm].to(target.device))
-        self._check_next(sample, fetched, target.lm_head(final[-1]).float())
+        self._check_next(sample, fetched, target.lm_head(final[-1:])[0].float())
         top1 = top1_of(target, sample, final) if self._lacks_top1(sample) else None
         states = {**fetched.features, Tap.final: final}
         return {tap: states[tap] for tap in self.taps}, top1

@@ -70,7 +70,7 @@ def command_line(words: Iterable[str], token_file: str | None) -> str:
         if word.startswith("--"):
             lines.append(f"    {word}")
         else:
-            lines[-1] = f"{lines[-1]} {shlex.quote(word)}".removeprefix(" ")
+            lines[-1] += f" {shlex.quote(word)}" if lines[-1] else shlex.quote(word)
     if token_file is not None:
         lines[0] = f'VLLM_API_KEY="$(cat {shlex.quote(token_file)})" {lines[0]}'
     return " \\\n".join(lines)

@@ -21,8 +21,8 @@ class TargetConfig(Config):
         tokenizer: another place for the tokenizer, or None for the model's own.
         trust_remote_code: run code that the checkpoint brings. Off unless you say so.
         placement: where the target lies while a draft trains: "whole" on each rank; its blocks in shards over the
-            ranks ("zero3", with DeepSpeed), gathered one by one as a forward comes to them; or "elsewhere": feature
-            servers or a store give its states, and a rank loads embedding, final norm and head alone.
+            ranks ("zero3", with DeepSpeed), gathered one by one as a forward comes to them; or "elsewhere": servers
+            or a store give its states, and a rank loads embedding, final norm and head alone.
     """
 
     model: str = Field(min_length=1)

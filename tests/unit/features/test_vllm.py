@@ -31,6 +31,8 @@ from tests.chats import CHATML, chat_tokenizer
 from tests.tiny_training import HIDDEN, LAYERS, VOCAB, samples, tiny_target
 from tests.vllm_states import StatesServer, serving
 
+pytestmark = pytest.mark.timeout(30)
+
 CPU = torch.device("cpu")
 SPEC = FeatureSpec.of([3, 0])
 IDS = (0, 3, LAYERS)
@@ -55,7 +57,7 @@ def client(
     said: list[str] | None = None,
     **values: Any,
 ) -> VllmFeatures:
-    config = FeaturesConfig(source="vllm", urls=urls, exchange=str(folder), **values)
+    config = FeaturesConfig(source="vllm", urls=urls, exchange=str(folder), **{"timeout_s": 5.0, **values})
     wanted = Wanted(spec, IDENTITY, dtype, say=(said if said is not None else []).append)
     return VllmFeatures(config, token, wanted, target=target(), model=IDENTITY.name, longest=longest)
 
@@ -148,6 +150,7 @@ def changed(**changes: Callable[[Tensor], Tensor]) -> Callable[[dict[str, Tensor
 
 
 def poison(hidden: Tensor) -> Tensor:
+    hidden = hidden.clone()
     hidden[2, 1, 3] = torch.nan
     return hidden
 
@@ -190,7 +193,7 @@ def test_states_of_other_layers_under_the_right_name_are_found_where_the_target_
     with serving(server(tmp_path, (1, 3, LAYERS))) as states:
         states.name = served_name("tiny", IDS)
         ours = client(tmp_path, states.url)
-        with pytest.raises(FeatureServerError, match="the rows of tap 0 for sample s0 differ"):
+        with pytest.raises(FeatureServerError, match=r"the rows of tap 0 for sample s\d differ"):
             ours.spot_check(target(), samples(4))
 
 
@@ -202,6 +205,15 @@ def test_another_model_under_the_right_name_is_found(tmp_path: Path) -> None:
         elsewhere.runs = False  # type: ignore[misc]
         with pytest.raises(FeatureServerError, match="runs another target than the recipe's"):
             ours.spot_check(elsewhere, samples(8), count=8)
+
+
+def test_a_store_with_taps_that_servers_do_not_give(tmp_path: Path) -> None:
+    with serving(server(tmp_path)) as states:
+        ours = client(tmp_path, states.url)
+        (captured,) = ours.captured(samples(1), [Tap.block(0), Tap.final])
+        assert set(captured.features) == {Tap.block(0), Tap.final} and captured.top1 is not None
+        with pytest.raises(FeatureServerError, match="the store has tap 1, too"):
+            next(ours.captured(samples(1), [Tap.block(0), Tap.block(1)]))
 
 
 def test_what_a_server_says_at_start(tmp_path: Path) -> None:
@@ -216,7 +228,7 @@ def test_what_a_server_says_at_start(tmp_path: Path) -> None:
         states.key = "secret"
         with pytest.raises(FeatureServerError, match="Unauthorized"):
             client(tmp_path, states.url, longest=19)
-        client(tmp_path, states.url, longest=19, token="secret").spot_check(target(), samples(2, longest=12))
+        client(tmp_path, states.url, longest=19, token="secret").batch([samples(2, longest=12)], CPU)
     with pytest.raises(FeatureServerError, match="no feature server answers"):
         client(tmp_path, states.url)
 
@@ -242,7 +254,7 @@ def test_answers_that_are_not_vllms(tmp_path: Path) -> None:
         states.name = "tiny-states-1-3-4"
         with pytest.raises(FeatureServerError, match="status 404: The model `tiny-states-0-3-4` does not exist"):
             ours.batch([samples(1)], CPU)
-        assert len(left(tmp_path)) == 6  # of the first three requests, whose paths were hidden
+        assert len(left(tmp_path)) == 8  # of the first four requests, whose paths were hidden
         ours.close()
     assert left(tmp_path) == []
 
