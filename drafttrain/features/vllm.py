@@ -121,7 +121,7 @@ class VllmFeatures(FeatureClient):
             raise FeatureServerError(
                 "answers without the path of hidden states, or without token ids", where=url, remedy=_COMMAND
             ) from None
-        if name not in file or not file.endswith(".safetensors"):
+        if f"{name}-" not in file or not file.endswith(".safetensors"):
             # It will be removed, so it must be the answer to this request.
             raise FeatureServerError(f"names a file that is not of request {name}: {file}", where=url, remedy=_COMMAND)
         features = self._features(url, sample, self._exchange.take(file))
