@@ -164,7 +164,7 @@ def test_the_states_are_the_targets_tap_by_tap(world: World) -> None:
     for tap, value in online.features.items():
         off = (ours.features[tap] - value).abs().max() / value.abs().max()
         print(f"tap {tap}: largest difference {off:.1e} of the largest element")
-        assert off < 1e-4, tap  # measured: 1.3e-5
+        assert off < 1e-4, tap  # measured: 1.6e-5
     assert ours.top1 is not None and online.top1 is not None and torch.equal(ours.top1, online.top1)
     assert list(world.exchange.iterdir()) == []
 
