@@ -14,7 +14,7 @@ from torch import Tensor
 
 from drafttrain.corpus.types import Sample
 from drafttrain.errors import StoreError
-from drafttrain.features.capture import check_features
+from drafttrain.features.capture import UNKNOWN, check_features, label_sources
 from drafttrain.features.lock import last_writer
 from drafttrain.features.shard import Rows, check_shard, map_shard, read_ahead
 from drafttrain.features.store import Manifest, StoreIdentity, read_manifest, require_fit, shard_folders
@@ -136,7 +136,7 @@ class StoreReader:
         """A document of the data as it lies on disk.
 
         Raises:
-            StoreError: the store lacks it, or holds other tokens under its id.
+            StoreError: the store lacks it, holds other tokens under its id, or was built for other labels.
         """
         entry = self._entries.get(sample.id)
         if entry is None:
@@ -152,6 +152,12 @@ class StoreReader:
                 f"sample {sample.id} has {entry.tokens} feature rows of other tokens than the {len(ids)} of the data",
                 where=self.path,
                 remedy="the data changed since the store was built: give features.path another folder",
+            )
+        if bool((rows.top1[label_sources(sample)] == UNKNOWN).any()):
+            raise StoreError(
+                f"sample {sample.id} is supervised where the store does not say what the target would write",
+                where=self.path,
+                remedy="it was built with another data.supervise: give features.path another folder",
             )
         return rows
 
