@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
+
+from pydantic import ValidationError
 
 from drafttrain.errors import RecipeError
 from drafttrain.files import atomic_file
@@ -37,8 +40,10 @@ def changes(folder: Path, recipe: Recipe) -> dict[str, Change]:
     file = folder / RESOLVED
     if not file.is_file():
         return {}
-    # As it stands there: a version of the schema that has other keys must not stop the run.
     earlier = parse_yaml(file.read_text(encoding="utf-8"), str(file)).data
+    # As it stands there if need be: a version of the schema that had other keys must not stop the run.
+    with suppress(ValidationError):
+        earlier = Recipe.model_validate(earlier).model_dump(mode="json")
     return dict(_differences("", earlier, recipe.model_dump(mode="json")))
 
 

@@ -228,6 +228,18 @@ def test_other_tokens_under_a_known_id_are_refused(tmp_path: Path) -> None:
         open_store(tmp_path / "store", IDENTITY, samples(4))
 
 
+def test_labels_that_a_store_was_not_built_for_are_refused(tmp_path: Path) -> None:
+    # The target's tokens are stored where they are labels: elsewhere they would be left out of the loss, unseen.
+    data = samples(3)
+    build(tmp_path / "store", data)
+    whole = [replace(sample, spans=[(0, len(sample.ids) - 1)]) for sample in data]
+    for refuses in (lambda: open_store(tmp_path / "store", IDENTITY, whole), lambda: build(tmp_path / "store", whole)):
+        with pytest.raises(StoreError, match=r"s0 is supervised where .* another data\.supervise"):
+            refuses()
+    build(tmp_path / "whole", whole)
+    open_store(tmp_path / "whole", IDENTITY, data)
+
+
 def test_new_samples_are_added_to_a_complete_store(tmp_path: Path) -> None:
     build(tmp_path / "store", samples(3))
     build(tmp_path / "store", samples(5))

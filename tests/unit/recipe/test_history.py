@@ -30,6 +30,13 @@ def test_a_run_without_a_recipe_or_with_the_same_has_no_changes(
     assert [path.name for path in run.iterdir()] == ["recipe.yaml"]
 
 
+def test_a_key_that_did_not_exist_had_its_default(run: Path) -> None:
+    text = (run / "recipe.yaml").read_text().splitlines()
+    (run / "recipe.yaml").write_text("\n".join(line for line in text if "clip_norm" not in line))
+    assert set(changes(run, quickstart("training.clip_norm=1.0"))) == set()
+    assert set(changes(run, quickstart("training.clip_norm=2.0"))) == {"training.clip_norm"}
+
+
 def test_the_recipe_of_earlier_steps_stays(run: Path) -> None:
     now = quickstart("training.lr=0.5", "loss.decay=0.7")
     found = changes(run, now)
