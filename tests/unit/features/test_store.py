@@ -234,7 +234,7 @@ def test_labels_that_a_store_was_not_built_for_are_refused(tmp_path: Path) -> No
     build(tmp_path / "store", data)
     whole = [replace(sample, spans=[(0, len(sample.ids) - 1)]) for sample in data]
     for refuses in (lambda: open_store(tmp_path / "store", IDENTITY, whole), lambda: build(tmp_path / "store", whole)):
-        with pytest.raises(StoreError, match=r"s0 is supervised where .* another data\.supervise"):
+        with pytest.raises(StoreError, match=r"(?s)s0 is supervised where .* another data\.supervise"):
             refuses()
     build(tmp_path / "whole", whole)
     open_store(tmp_path / "whole", IDENTITY, data)
