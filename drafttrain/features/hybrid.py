@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import torch
@@ -27,7 +27,8 @@ class HybridFeatures:
     """Reads, computes, and writes while training. The first epoch over new documents fills the store.
 
     A computed document is given out as it will be read: rounded to the store's element type. So a run that was
-    interrupted and resumed sees the features of an unbroken one.
+    interrupted and resumed sees the features of an unbroken one. As soon as no document is missing, the store is
+    marked complete and other jobs may write to it.
 
     Args:
         path: folder of the store; made when it does not exist.
@@ -62,6 +63,10 @@ class HybridFeatures:
         except BaseException:
             self._writer.close()
             raise
+        self._writing, self._others = True, part.count - 1
+        # Documents that are neither in the store nor in this rank's queue, and their tokens.
+        self._left = {sample.id: len(sample.ids) for sample in self.missing}
+        self._left_tokens = sum(self._left.values())
         # What is written holds every tap of the store, what is read those of this draft.
         self._all_taps = tuple(Tap.parse(name) for name in self._writer.identity.taps)
 
@@ -73,7 +78,8 @@ class HybridFeatures:
         for place in places(rows):
             found.setdefault(place.sample.id, []).append(place)
         samples = {name: at[0].sample for name, at in found.items()}
-        self._compute([sample for sample in samples.values() if not self._has(sample)])
+        if self._writing:
+            self._fill([sample for sample in samples.values() if not self._has(sample)])
         self._reader.will_need(samples.values())
         for name, at in found.items():
             queued = self._writer.queued(samples[name])
@@ -89,21 +95,46 @@ class HybridFeatures:
     def _has(self, sample: Sample) -> bool:
         return sample.id in self._reader or self._writer.queued(sample) is not None
 
-    def _compute(self, absent: list[Sample]) -> None:
-        if not absent:
-            return
-        self._reader.refresh()  # another rank may have written them
+    def _fill(self, absent: list[Sample]) -> None:
+        """Compute what is absent, and stop writing once the ranks have written everything."""
+        if absent or self._others:
+            self._refresh()  # another rank may have written them
         absent = [sample for sample in absent if not self._has(sample)]
+        if absent:
+            self._compute(absent)
+        queued = self._writer.queued_tokens
+        # What is left may be queued by the other ranks, and what is queued here is left for them. The longest queue
+        # always meets this; ranks that are equally fast meet it when nothing is left to be computed.
+        if self._left and 0 < queued and self._left_tokens <= self._others * queued:
+            self._writer.flush()
+            self._refresh()
+        if not self._left:
+            self.close()
+            self._refresh()
+
+    def _compute(self, absent: list[Sample]) -> None:
         began = time.perf_counter()
         for captured in capture(
             self.target, absent, self._all_taps, batch_tokens=self._batch_tokens, wants_top1=lambda _: True
         ):
             self._writer.add(captured.sample, captured.features, captured.top1)
         self.target_s += time.perf_counter() - began
-        self._reader.refresh()  # a shard may have become full
+        self._found(sample.id for sample in absent)
+        self._refresh()  # a shard may have become full
+
+    def _refresh(self) -> None:
+        self._found(self._reader.refresh())
+
+    def _found(self, names: Iterable[str]) -> None:
+        for name in names:
+            self._left_tokens -= self._left.pop(name, 0)
 
     def close(self) -> None:
-        """Write what is queued, and mark the store complete if it holds every document."""
+        """Write what is queued, mark the store complete if it holds every document, and let other jobs write to it.
+        Does nothing where that is done."""
+        if not self._writing:
+            return
+        self._writing = False
         try:
             self._writer.finish(self._samples)
         finally:

@@ -92,8 +92,9 @@ class StoreReader:
                 remedy="build it again: only what is missing is added",
             )
 
-    def refresh(self, verify: str = "size") -> None:
-        """Take up shards that were written since. Other threads must not read meanwhile."""
+    def refresh(self, verify: str = "size") -> list[str]:
+        """Take up shards that were written since; ids of their documents. Other threads must not read meanwhile."""
+        found = []
         for folder in shard_folders(self.path):
             if folder.name in self._known:
                 continue
@@ -103,6 +104,8 @@ class StoreReader:
             self._shards.append((folder, int(index["tokens"])))
             for document in index["documents"]:
                 self._entries[document["id"]] = _Entry(shard, document["start"], document["tokens"])
+                found.append(document["id"])
+        return found
 
     def __contains__(self, sample_id: object) -> bool:
         return sample_id in self._entries

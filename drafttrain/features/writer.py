@@ -155,6 +155,11 @@ class StoreWriter:
         found = self._pending.get(sample.id)
         return None if found is None else found[1]
 
+    @property
+    def queued_tokens(self) -> int:
+        """Tokens of the documents that were added and are in no shard yet."""
+        return self._pending_tokens
+
     def flush(self) -> None:
         """Write what is queued as one shard.
 
