@@ -105,7 +105,7 @@ class HybridFeatures:
         queued = self._writer.queued_tokens
         # What is left may be queued by the other ranks, and what is queued here is left for them. The longest queue
         # always meets this; ranks that are equally fast meet it when nothing is left to be computed.
-        if self._left and 0 < queued and self._left_tokens <= self._others * queued:
+        if self._left and queued > 0 and self._left_tokens <= self._others * queued:
             self._writer.flush()
             self._refresh()
         if not self._left:

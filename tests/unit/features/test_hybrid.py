@@ -15,6 +15,8 @@ from drafttrain.features.hybrid import HybridFeatures
 from drafttrain.features.lock import WHOLE, Part
 from drafttrain.features.reader import StoreReader
 from drafttrain.features.sources import OnlineFeatures, StoredFeatures
+from drafttrain.features.store import Manifest
+from drafttrain.features.writer import StoreWriter
 from drafttrain.modeling.causal_lm import CausalLM
 from tests.tiny_training import samples, tiny_target
 from tests.unit.features.test_store import CPU, IDENTITY, SPEC
@@ -64,13 +66,13 @@ def test_what_is_there_is_read_and_what_is_missing_computed_once(tmp_path: Path)
 
 
 def test_a_computed_document_is_given_out_as_it_will_be_read(tmp_path: Path) -> None:
-    data = samples(5)
-    source = hybrid(tmp_path / "s", data, dtype="fp8")
+    *data, last = samples(6)
+    source = hybrid(tmp_path / "s", [*data, last], dtype="fp8")
     computed = source.batch([data], CPU)
-    again = source.batch([data], CPU)  # from what is queued
+    again = source.batch([data], CPU)  # from what is queued, as the last one is missing
     source.close()
-    read = hybrid(tmp_path / "s", data, dtype="fp8")
-    assert not read.missing
+    read = hybrid(tmp_path / "s", [*data, last], dtype="fp8")
+    assert read.missing == [last]
     assert same(read.batch([data], CPU), computed) and same(again, computed)
     read.close()
 
@@ -84,6 +86,57 @@ def test_a_run_that_stopped_early_leaves_what_it_computed(tmp_path: Path) -> Non
     source = hybrid(tmp_path / "s", data)
     assert len(source.missing) == 4
     source.close()
+
+
+def test_the_store_is_free_as_soon_as_nothing_is_missing(tmp_path: Path) -> None:
+    data, more = samples(6), samples(9)
+    source, online = hybrid(tmp_path / "s", data), OnlineFeatures(tiny_target(), SPEC, batch_tokens=1)
+    source.batch([data[:4]], CPU)
+    with pytest.raises(StoreError, match="another job"):
+        build_store(tmp_path / "s", IDENTITY, tiny_target(), more, CONFIG)
+    assert same(source.batch([data[3:]], CPU), online.batch([data[3:]], CPU))
+    assert StoreReader(tmp_path / "s").complete
+    assert build_store(tmp_path / "s", IDENTITY, tiny_target(), more, CONFIG)
+    assert same(source.batch([data], CPU), online.batch([data], CPU))
+    source.close()
+    assert StoreReader(tmp_path / "s").complete and len(StoreReader(tmp_path / "s")) == 9
+
+
+def test_a_store_that_lacks_nothing_is_marked_complete_at_once(tmp_path: Path) -> None:
+    """What a run leaves that is killed between its last shard and the mark."""
+    data = samples(4)
+    build_store(tmp_path / "s", IDENTITY, tiny_target(), data, CONFIG)
+    Manifest(IDENTITY, False, {}).write(tmp_path / "s")
+    source = hybrid(tmp_path / "s", data)
+    source.batch([data[:1]], CPU)
+    assert StoreReader(tmp_path / "s").complete
+    with StoreWriter(tmp_path / "s", IDENTITY):
+        pass
+    source.close()
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_ranks_let_the_store_go_when_none_of_them_has_anything_left(tmp_path: Path, count: int) -> None:
+    """What they compute lies in their queues, none of which fills a shard, and each asks for what the others have."""
+    data, counting = samples(12), CountingTarget()
+    ranks = [hybrid(tmp_path / "s", data, counting.target, Part(index, count)) for index in range(count)]
+    # As the ranks of a run: each its share of every step, the shares turning from epoch to epoch.
+    for epoch in range(3):
+        for step in range(0, 12, count):
+            for rank, source in enumerate(ranks):
+                source.batch([[data[step + (rank + epoch) % count]]], CPU)
+        if epoch == 0:
+            assert counting.tokens == sum(len(sample.ids) for sample in data)
+            with pytest.raises(StoreError, match="another job"):
+                StoreWriter(tmp_path / "s", IDENTITY)
+    assert StoreReader(tmp_path / "s").complete
+    # A little more than a shard a rank: queues of unequal length are written a little early.
+    assert len(list((tmp_path / "s" / "shards").iterdir())) <= 3 * count
+    assert counting.tokens <= 1.5 * sum(len(sample.ids) for sample in data)
+    with StoreWriter(tmp_path / "s", IDENTITY):
+        pass
+    for source in ranks:
+        source.close()
 
 
 def test_ranks_write_together_and_find_what_the_other_wrote(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
