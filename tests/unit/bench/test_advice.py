@@ -12,7 +12,13 @@ from drafttrain.bench.advice import advise, vllm_config
 from drafttrain.bench.report.advice import in_words
 from drafttrain.bench.result import EvalResult, Memory, Setting
 from drafttrain.cli import advise as command
+from drafttrain.drafters.eagle.config import Eagle1Config
+from drafttrain.drafters.medusa.config import MedusaConfig
+from drafttrain.drafters.saving import save_draft
 from drafttrain.errors import DataError, UserError
+from drafttrain.files import write_json
+from tests.draft_support import new_draft
+from tests.support import tiny_target
 from tests.unit.bench.conftest import simulate
 
 EAGLE = "eagle3-smollm2"
@@ -175,6 +181,26 @@ def test_the_command_reads_the_newest_result(
     assert run_command(str(tmp_path), "--suite", "old") == 0
     words = capsys.readouterr().out
     assert "2026-01-01" in words and "--speculative-config" in words
+
+
+def test_medusa_heads_that_read_the_targets_are_no_reason_to_refuse(
+    wide_evaluation: EvalResult, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The export brings vLLM a copy of that head. What vLLM does refuse is said, and nothing advised for it."""
+    for config, refusal in ((MedusaConfig(num_heads=2, head="target"), None), (Eagle1Config(fc_bias=True), "fc_bias")):
+        result = {**wide_evaluation.to_json(), "family": config.family}
+        write_json(tmp_path / "eval" / "tables" / "result.json", result)
+        save_draft(tmp_path / "draft", new_draft(config, tiny_target()), target={}, replace=True)
+        assert run_command(str(tmp_path), "--json") == 0
+        said = json.loads(capsys.readouterr().out)
+        assert run_command(str(tmp_path)) == 0
+        words = capsys.readouterr().out
+        if refusal is None:
+            assert said["vllm_refuses"] is None and said["vllm"]["method"] == "medusa"
+            assert '"method": "medusa"' in words and "does not take this draft" not in words
+        else:
+            assert refusal in said["vllm_refuses"] and said["vllm"] is None
+            assert "does not take this draft" in words and "--speculative-config" not in words
 
 
 def test_a_run_without_an_eval_is_told_how_to_get_one(tmp_path: Path) -> None:
