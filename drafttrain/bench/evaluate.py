@@ -22,6 +22,7 @@ from drafttrain.bench.suite import SuiteConfig
 from drafttrain.bench.tables import tables
 from drafttrain.bench.training_cost import TrainingCost, training_cost
 from drafttrain.drafters.saving import META, WEIGHTS, find_draft
+from drafttrain.errors import RecipeError
 from drafttrain.files import atomic_file, sha256_file, sha256_text, write_json
 from drafttrain.recipe.load import load_recipe
 from drafttrain.recipe.provenance import git_revision, hardware, versions
@@ -67,6 +68,7 @@ def evaluate(
     Raises:
         UserError: whatever is missing, foreign or does not fit, before anything is timed.
     """
+    require_run(run, suite)
     recipe = load_recipe(run, overrides)
     prompts = suite.load_prompts()
     draft = find_draft(run) if suite.uses_run else None
@@ -82,6 +84,16 @@ def evaluate(
     measured = run_suite(target, suite, prompts, contenders, progress, recipe.data.template_kwargs, journal)
     training = training_cost(Path(run)) if draft is not None else None
     return _result(recipe, suite, prompts, contenders, target, measured, training), measured
+
+
+def require_run(run: str | Path, suite: SuiteConfig) -> None:
+    """Refuse a YAML file in the place of a run, where the suite measures the run's draft."""
+    if suite.uses_run and Path(run).suffix in (".yaml", ".yml") and not Path(run).is_dir():
+        raise RecipeError(
+            f"the drafts of suite {suite.name} include run, the draft of a trained run, and this is a file",
+            where=run,
+            remedy="give the run's folder in its place, or drafts that need none, such as drafts=[ngram]",
+        )
 
 
 def _key(

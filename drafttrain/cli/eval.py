@@ -92,7 +92,7 @@ def _leaderboard(arguments: argparse.Namespace, console: Console) -> int:
 def _evaluate(arguments: argparse.Namespace, run: str, suite_file: str, overrides: list[str], console: Console) -> int:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    from drafttrain.bench.evaluate import add_to_leaderboard, evaluate, split_overrides, write_result
+    from drafttrain.bench.evaluate import add_to_leaderboard, evaluate, require_run, split_overrides, write_result
     from drafttrain.bench.leaderboard import changed_unseen, default_folder
     from drafttrain.bench.report.terminal import result_table
     from drafttrain.bench.suite import load_suite
@@ -102,6 +102,7 @@ def _evaluate(arguments: argparse.Namespace, run: str, suite_file: str, override
 
     of_suite, of_target = split_overrides(overrides)
     suite = load_suite(suite_file, of_suite)
+    require_run(run, suite)
     # A mistyped run must be refused before a folder of its name is made.
     recipe = load_recipe(run, of_target)
     if suite.uses_run:

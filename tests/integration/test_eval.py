@@ -297,7 +297,15 @@ def test_a_later_turn_that_does_not_fit_is_left_out_and_said(home: Path, tmp_pat
         (["{run}", "--suite", "{suite}", "kk=3"], RecipeError, "kk"),
         (["{run}", "--suite", "{suite}", "target.dtypo=x"], RecipeError, "dtypo"),
         (["{home}/nowhere", "--suite", "{suite}"], UserError, "nowhere"),
-        (["{run}/recipe.yaml", "--suite", "{suite}"], CheckpointError, "no draft is saved here"),
+        (["{run}", "--suite", "{suite}", "drafts=[run]", "target.model={home}/nowhere"], UserError, "nowhere"),
+        (["{run}/recipe.yaml", "--suite", "{suite}"], RecipeError, "drafts of suite tiny include run[^$]*run's folder"),
+        # A recipe is no run wherever "run" stands, and neither is a suite.
+        (
+            ["{run}/recipe.yaml", "--suite", "{suite}", "drafts=[{{router: [ngram, run]}}]"],
+            RecipeError,
+            "drafts of suite tiny include run",
+        ),
+        (["{suite}", "--suite", "{suite}"], RecipeError, "drafts of suite tiny include run"),
         (["{run}", "--suite", "{suite}", "prompts={home}/too_long.jsonl"], DataError, "too-long has .* tokens"),
     ],
 )
