@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict
+from typing import Annotated
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+
+LEAST_TEMPERATURE = 1e-5
+"""The lowest temperature that is sampled at. All mass is at the argmax by then, and logits over a much lower one leave
+the range of fp32. vLLM's sampler takes what lies below it for greedy; here it is refused, so that no result says a
+temperature that nothing was sampled at."""
 
 
 class Config(BaseModel):
@@ -11,3 +18,13 @@ class Config(BaseModel):
     model_config = ConfigDict(
         frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False, protected_namespaces=()
     )
+
+
+def _greedy_or_sampled(value: float) -> float:
+    if 0 < value < LEAST_TEMPERATURE:
+        raise ValueError(f"got {value:g}, must be 0 (greedy) or at least {LEAST_TEMPERATURE:g}")
+    return value
+
+
+Temperature = Annotated[float, Field(ge=0), AfterValidator(_greedy_or_sampled)]
+"""0 is greedy; temperatures between 0 and `LEAST_TEMPERATURE` are refused, not taken for 0."""

@@ -10,7 +10,7 @@ from pydantic import AfterValidator, Field
 
 from drafttrain.bench.drafts import Draft, distinct_drafts, uses_run
 from drafttrain.bench.prompts import EvalPrompt, PromptFormat, load_prompts, select
-from drafttrain.config import Config
+from drafttrain.config import Config, Temperature
 from drafttrain.engine.tree_config import TreeConfig
 from drafttrain.recipe.load import load_config
 from drafttrain.recipe.problems import Problem
@@ -23,9 +23,7 @@ def _distinct(values: list[Any]) -> list[Any]:
 
 
 Counts = Annotated[list[Annotated[int, Field(ge=1)]], Field(min_length=1), AfterValidator(_distinct)]
-Temperatures = Annotated[
-    list[Annotated[float, Field(ge=0, allow_inf_nan=False)]], Field(min_length=1), AfterValidator(_distinct)
-]
+Temperatures = Annotated[list[Temperature], Field(min_length=1), AfterValidator(_distinct)]
 
 
 def _ascending(edges: list[int]) -> list[int]:

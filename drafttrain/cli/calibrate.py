@@ -55,10 +55,15 @@ def run(arguments: argparse.Namespace) -> int:
     """Measure, write, say what was found."""
     from rich.console import Console
 
+    from drafttrain.config import LEAST_TEMPERATURE
     from drafttrain.errors import UserError
 
-    if not arguments.temperature >= 0:
-        raise UserError(f"is {arguments.temperature}", where="--temperature", remedy="0 means greedy")
+    if not (arguments.temperature == 0 or LEAST_TEMPERATURE <= arguments.temperature < float("inf")):
+        raise UserError(
+            f"is {arguments.temperature}",
+            where="--temperature",
+            remedy=f"0 means greedy; otherwise it is at least {LEAST_TEMPERATURE:g}",
+        )
     recipe, config = _source(arguments)
     if recipe is None and arguments.kind != "skip":
         raise UserError(

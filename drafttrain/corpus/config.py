@@ -6,7 +6,7 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from drafttrain.config import Config
+from drafttrain.config import LEAST_TEMPERATURE, Config, Temperature
 
 Format = Literal["auto", "messages", "sharegpt", "alpaca", "prompt", "text"]
 Supervise = Literal["answers", "all"]
@@ -28,7 +28,7 @@ class PromptSource(Config):
     system: str | None = None
     """A system message put before conversations that have none."""
     seed: int = 0
-    temperature: float = Field(default=1.0, gt=0)
+    temperature: float = Field(default=1.0, ge=LEAST_TEMPERATURE)
     """`self` only: sampling of the user turn."""
     top_p: float = Field(default=0.95, gt=0, le=1)
     max_new_tokens: int = Field(default=96, gt=0)
@@ -46,7 +46,7 @@ class AnswersConfig(Config):
     source: Literal["target", "server", "given"] = "target"
     """`target`: in this process; `server`: any OpenAI-compatible server; `given`: the answers in the data."""
     max_new_tokens: int = Field(default=128, gt=0)
-    temperature: float = Field(default=0.0, ge=0)
+    temperature: Temperature = 0.0
     top_p: float = Field(default=1.0, gt=0, le=1)
     top_k: int = Field(default=0, ge=0)
     """0 is off."""

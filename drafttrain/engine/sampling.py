@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from drafttrain.config import LEAST_TEMPERATURE
 from drafttrain.errors import EngineError
 
 _TOP_P_WIDTH = 512
@@ -40,7 +41,7 @@ class SamplingParams:
     """How a request's tokens are chosen, with the names and meanings of transformers.
 
     Attributes:
-        temperature: 0 = greedy.
+        temperature: 0 = greedy; otherwise at least `LEAST_TEMPERATURE`.
         top_p, top_k: 1 and 0 = off.
         seed: makes a request's randomness its own.
         min_p: drop tokens less likely than this share of the likeliest; 0 = off.
@@ -60,8 +61,11 @@ class SamplingParams:
     typical: Typical | None = None
 
     def __post_init__(self) -> None:
-        if not self.temperature >= 0:
-            raise EngineError(f"temperature is {self.temperature}", remedy="0 means greedy; otherwise it is positive")
+        if not (self.temperature == 0 or LEAST_TEMPERATURE <= self.temperature < float("inf")):
+            raise EngineError(
+                f"temperature is {self.temperature}",
+                remedy=f"0 means greedy; otherwise it is at least {LEAST_TEMPERATURE:g}",
+            )
         if not 0 < self.top_p <= 1:
             raise EngineError(f"top_p is {self.top_p}", remedy="it lies in (0, 1]; 1 means off")
         if self.top_k < 0:

@@ -48,6 +48,15 @@ def test_all_mistakes_are_reported_at_once(tmp_path: Path) -> None:
         assert part in str(error.value)
 
 
+@pytest.mark.parametrize("value", ["1e-45", "1e-38", "9.0e-6"])
+def test_a_temperature_that_cannot_be_sampled_at_is_no_setting(tmp_path: Path, value: str) -> None:
+    """Case 30 of docs/cases.md: logits over it are infinite, or 0 / 0."""
+    path = write(tmp_path, "name: x\nprompts: humaneval\n")
+    with pytest.raises(RecipeError, match=r"temperatures[^$]*must be 0 \(greedy\) or at least 1e-05"):
+        load_suite(path, [f"temperatures=[0.0, {value}]"])
+    assert load_suite(path, ["temperatures=[0, 1.0e-5]"]).temperatures == [0.0, 1e-5]
+
+
 def test_a_setting_listed_twice_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match="twice"):
         load_suite(write(tmp_path, "name: x\nprompts: p.jsonl\nk: [4, 4]\n"))

@@ -108,6 +108,12 @@ def test_overrides_may_stand_behind_options(tmp_path: Path, capsys: pytest.Captu
             command_line.main(wrong)
 
 
+@pytest.mark.parametrize("value", ["1e-45", "-1", "nan", "inf"])
+def test_a_temperature_that_cannot_be_sampled_at(value: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command_line.main(["calibrate", "nowhere", "--kind", "skip", f"--temperature={value}"]) == 2
+    assert capsys.readouterr().err.startswith("error: --temperature: is ")
+
+
 def test_a_fault_of_ours_keeps_its_traceback(run: Callable[[Callable[[], int | None]], int]) -> None:
     def fails() -> None:
         raise ZeroDivisionError

@@ -85,6 +85,10 @@ def test_bad_sampling() -> None:
         {"top_p": 1.5},
         {"top_k": -2},
         {"temperature": float("nan")},
+        {"temperature": float("inf")},
+        {"temperature": 1e-45},
+        {"temperature": 1e-38},
+        {"temperature": 9e-6},
     ):
         with pytest.raises(EngineError):
             SamplingParams(**wrong)

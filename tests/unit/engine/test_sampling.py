@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from drafttrain.config import LEAST_TEMPERATURE
 from drafttrain.engine.engine import Engine
 from drafttrain.engine.records import Request
 from drafttrain.engine.sampling import SamplingParams, probabilities
@@ -35,6 +36,14 @@ def test_temperature_zero_is_the_argmax(others: dict[str, float]) -> None:
     assert torch.equal(probs[::2], torch.nn.functional.one_hot(LOGITS[::2].argmax(-1), 40).float())
     near = probabilities(LOGITS, [SamplingParams(temperature=1e-5)] * 4)
     torch.testing.assert_close(near, probabilities(LOGITS, [SamplingParams()] * 4))
+
+
+def test_the_lowest_temperature_is_finite_on_any_logits() -> None:
+    """Below it nothing is sampled: `test_engine.py::test_bad_sampling`."""
+    lowest = SamplingParams(temperature=LEAST_TEMPERATURE)
+    for dtype in (torch.float16, torch.bfloat16, torch.float32):
+        logits = torch.tensor([[-6e4, 5e4, 6e4, 0.0]], dtype=dtype)
+        assert probabilities(logits, [lowest]).tolist() == [[0.0, 0.0, 1.0, 0.0]]
 
 
 def test_greedy_rows_ignore_what_cuts() -> None:

@@ -125,6 +125,15 @@ def test_impossible_combinations_are_refused_by_name(minimal: Path, overrides: l
     assert message in found[0]
 
 
+def test_a_temperature_that_cannot_be_sampled_at_is_refused(minimal: Path) -> None:
+    """Case 30 of docs/cases.md."""
+    answers, prompts = problems(minimal, "data.answers.temperature=1e-45", "data.prompts.0.temperature=1e-38")
+    if "prompts" in answers:
+        answers, prompts = prompts, answers
+    assert answers.startswith("data.answers.temperature") and "must be 0 (greedy) or at least 1e-05" in answers
+    assert prompts.startswith("data.prompts.0.temperature") and "must be at least 1e-05" in prompts
+
+
 def test_all_combinations_are_checked_in_spite_of_other_mistakes(minimal: Path) -> None:
     found = problems(
         minimal,
