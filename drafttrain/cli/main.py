@@ -27,6 +27,7 @@ from drafttrain.cli import (
     regenerate,
     train,
 )
+from drafttrain.cli.once import shown_by_another_rank
 from drafttrain.errors import AlreadyReported, UserError
 
 # One module a command, in the order of the work. A module has `register(subparsers)`, which sets the parser's
@@ -107,15 +108,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
 
 
-def _said_by_another_rank() -> bool:
-    """Whether the first rank of this host meets the same error: before they join, all ranks of a host do the same."""
-    torch = sys.modules.get("torch")
-    joined = torch is not None and torch.distributed.is_available() and torch.distributed.is_initialized()
-    return os.environ.get("LOCAL_RANK", "0") != "0" and not joined
-
-
 def _print_error(error: UserError) -> None:
-    if _said_by_another_rank():
+    if shown_by_another_rank(str(error)):
         return
     from rich.console import Console
     from rich.text import Text

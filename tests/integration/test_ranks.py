@@ -91,6 +91,24 @@ def test_a_killed_rank_is_named_by_one_that_lives(world: Path) -> None:
     assert life["pid"] == processes[1].pid and life["failed"] is None and not life["ended"]
 
 
+def test_what_one_rank_alone_cannot_start_with_is_shown_while_the_others_wait(world: Path) -> None:
+    """They wait for it in the rendezvous, and only a launcher can end them."""
+    path = recipe(world, world / "alone", evaluation=QUIET)
+    (world / "elsewhere").mkdir()
+    for ways in (
+        {"own_cwd": {1: world / "elsewhere"}},  # which has no such file
+        {"own": {1: ["--resume", "nowhere"]}},
+    ):
+        processes = start_ranks([TRAIN, path.name], 2, environment(world), world, **ways)  # type: ignore[arg-type]
+        try:
+            said, _ = processes[1].communicate(timeout=200)
+            assert processes[1].returncode == 2 and processes[0].poll() is None
+            assert said.count("error: ") == 1 and "no such" in said and "Traceback" not in said
+        finally:
+            processes[0].kill()
+            assert "error: " not in processes[0].communicate()[0]
+
+
 def test_ranks_that_disagree_on_the_recipe_stop_with_one_error(world: Path) -> None:
     run = world / "disagree"
     path = recipe(world, run, evaluation=QUIET)

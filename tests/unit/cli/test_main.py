@@ -6,12 +6,14 @@ import argparse
 import errno
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from drafttrain.cli import main as command_line
 from drafttrain.errors import RecipeError
 from drafttrain.files import atomic_file, write_json
+from tests.launching import ROOT, finish, free_port, start_ranks
 
 
 @pytest.fixture
@@ -47,22 +49,49 @@ def test_a_users_error_is_printed_without_a_traceback(
     assert captured.err == "error: recipes/x.yaml: two [red]problems[/red]\n  mend [them]\n"
 
 
-def test_before_ranks_join_one_of_a_host_speaks(
-    run: Callable[[Callable[[], int | None]], int], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def said(tmp_path: Path, ranks: int, port: int, **options: Any) -> str:
+    """What ranks that all fail say together; before torch is imported, so before they could join."""
+    environment = {"DRAFTTRAIN_CACHE": str(tmp_path / "cache"), "MASTER_PORT": str(port), "PYTHONPATH": str(ROOT)}
+    ends = finish(start_ranks(["-m", "drafttrain", "train", "x.yaml"], ranks, environment, **options))
+    assert [status for status, _ in ends] == [2] * ranks
+    return "".join(output for _, output in ends)
+
+
+def test_what_all_ranks_of_a_host_meet_is_shown_once_a_launch(tmp_path: Path) -> None:
+    port = free_port()
+    for _ in range(2):  # the launch that follows shows it again
+        output = said(tmp_path, 2, port, cwd=tmp_path)
+        assert output.count("error: ") == 1 and output.count("x.yaml: no such file") == 1
+
+
+def test_what_one_rank_alone_meets_is_shown(tmp_path: Path) -> None:
+    """Its file is another, or missing: no other rank says so in its place."""
+    folders = [tmp_path / str(rank) for rank in range(3)]
+    for folder in folders:
+        folder.mkdir()
+    (folders[0] / "x.yaml").write_text("name: x\nseed: -1\n")
+    (folders[1] / "x.yaml").write_text("name: x\nseed: -2\n")
+    output = said(tmp_path, 3, free_port(), own_cwd=dict(enumerate(folders)))
+    assert output.count("error: ") == 3
+    for own in ("seed (line 2): got -1", "seed (line 2): got -2", "x.yaml: no such file"):
+        assert output.count(own) == 1
+
+
+def test_without_a_place_for_notes_every_rank_shows_its_errors(
+    run: Callable[[Callable[[], int | None]], int],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
 ) -> None:
     def fails() -> None:
         raise RecipeError("wrong")
 
-    for rank, said in (("0", "error: wrong\n"), ("1", "")):
-        monkeypatch.setenv("LOCAL_RANK", rank)
-        assert run(fails) == 2
-        assert capsys.readouterr().err == said
-    # Behind that, an error is raised where it is to be shown.
-    import torch.distributed
-
-    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
-    assert run(fails) == 2
-    assert capsys.readouterr().err == "error: wrong\n"
+    monkeypatch.setenv("RANK", "1")
+    for cache, shown in ((tmp_path, ["error: wrong\n", ""]), (Path("/proc/nowhere"), ["error: wrong\n"] * 2)):
+        monkeypatch.setenv("DRAFTTRAIN_CACHE", str(cache))
+        for expected in shown:
+            assert run(fails) == 2
+            assert capsys.readouterr().err == expected
 
 
 def test_an_interrupt_is_130(
