@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,6 +22,11 @@ Subparsers = argparse._SubParsersAction  # argparse gives the type no public nam
 
 EVAL_PROMPTS = "data/prompts/eval_core.jsonl"
 """Where the prompts of quick measurements come from."""
+
+
+def is_override(word: str) -> bool:
+    """Whether a word of a command line is `a.b.0=value`; a path may hold a "=" behind other signs."""
+    return re.match(r"\w+(\.\w+)*=", word) is not None
 
 
 def positive(text: str) -> int:

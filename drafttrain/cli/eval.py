@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from drafttrain.cli.common import run_folder
+from drafttrain.cli.common import is_override, run_folder
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -68,7 +68,7 @@ def run(arguments: argparse.Namespace) -> int:
     # argparse gives words behind an option to that option: all are sorted here, wherever they stood.
     suite, *behind = arguments.suite or [None]
     words = [*arguments.overrides, *behind]
-    runs, overrides = [w for w in words if "=" not in w], [w for w in words if "=" in w]
+    runs, overrides = [w for w in words if not is_override(w)], [w for w in words if is_override(w)]
     if arguments.leaderboard and not words and suite is None:
         return _leaderboard(arguments, console)
     usage = "drafttrain eval RUN --suite SUITE [key=value ...], or drafttrain eval --leaderboard"

@@ -27,6 +27,7 @@ from drafttrain.cli import (
     regenerate,
     train,
 )
+from drafttrain.cli.common import is_override
 from drafttrain.cli.once import shown_by_another_rank
 from drafttrain.errors import AlreadyReported, UserError
 
@@ -78,15 +79,35 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command. Returns the exit status: 0, 2 for a user's error, 130 when interrupted."""
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    """The arguments of a command, its `key=value` overrides wherever they stand. Exits where they are none."""
     parser = build_parser()
     parsed, behind = parser.parse_known_args(arguments)
+    if hasattr(parsed, "overrides"):
+        # argparse takes the first words for the recipe, and ends a list of words at the first option.
+        parsed, behind = parser.parse_known_args(_overrides_last(arguments))
+        if not any(word.startswith("-") or "=" not in word for word in behind):
+            parsed.overrides = [*parsed.overrides, *behind]
+            behind = []
     if behind:
-        # argparse ends a list of words at the first option; overrides behind one are meant all the same.
-        if not hasattr(parsed, "overrides") or any(word.startswith("-") or "=" not in word for word in behind):
-            parser.error(f"unrecognized arguments: {' '.join(behind)}")
-        parsed.overrides = [*parsed.overrides, *behind]
+        parser.error(f"unrecognized arguments: {' '.join(behind)}")
+    return parsed
+
+
+def _overrides_last(words: Sequence[str]) -> list[str]:
+    """What may be the value of an option stays behind it."""
+    before = ["", *words]
+    overrides = [
+        is_override(word) and not (last.startswith("-") and "=" not in last)
+        for last, word in zip(before, words, strict=False)
+    ]
+    kept = [word for word, override in zip(words, overrides, strict=True) if not override]
+    return kept + [word for word, override in zip(words, overrides, strict=True) if override]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command. Returns the exit status: 0, 2 for a user's error, 130 when interrupted."""
+    parsed = parse(sys.argv[1:] if arguments is None else arguments)
     try:
         return int(parsed.run(parsed) or 0)
     except AlreadyReported:

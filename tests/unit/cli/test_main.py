@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import errno
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -128,13 +128,72 @@ def test_a_disk_that_is_full_or_closed_is_one_error(
         run(vanished)
 
 
-def test_overrides_may_stand_behind_options(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+OVERRIDDEN = {
+    # Command: what it is given first, and an option with its value.
+    "plan": (["recipe.yaml"], ["--nodes", "2"]),
+    "prompts": (["recipe.yaml"], ["--out", "a=b.jsonl"]),
+    "regenerate": (["recipe.yaml"], []),
+    "inspect": (["recipe.yaml"], ["--seed", "1"]),
+    "features build": (["recipe.yaml"], ["--part", "1/2"]),
+    "features verify": (["store", "recipe.yaml"], []),
+    "features serve": (["recipe.yaml"], ["--port", "0"]),
+    "train": (["runs/lr=1"], ["--resume", "never"]),
+    "calibrate": (["runs/lr=1"], ["--kind", "skip"]),
+    "eval": (["runs/lr=1"], ["--out", "a=b"]),
+}
+WORDS = ["data.prompts.0.count=1", "trees=[{branching: [2, 2]}, {file: a=b}]", "seed=-1"]
+
+
+def commands_with_overrides(parser: argparse.ArgumentParser, name: str = "") -> Iterator[str]:
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for word, below in action.choices.items():
+                yield from commands_with_overrides(below, f"{name} {word}".strip())
+        elif action.dest == "overrides":
+            yield name
+
+
+def test_every_command_with_overrides_is_tried() -> None:
+    assert set(commands_with_overrides(command_line.build_parser())) == set(OVERRIDDEN)
+
+
+@pytest.mark.parametrize("command", OVERRIDDEN)
+def test_overrides_may_stand_anywhere(command: str) -> None:
+    first, option = OVERRIDDEN[command]
+    plain = vars(command_line.parse([*command.split(), *first, *option]))
+    one, two, three = WORDS
+    for words in (
+        [*first, *WORDS, *option],
+        [*first, *option, *WORDS],
+        [*first, one, *option, two, three],
+        [*option, *first, *WORDS],
+        [*option, *WORDS, *first],
+        [*WORDS, *first, *option],
+        [one, *option, two, *first, three],
+    ):
+        found = vars(command_line.parse([*command.split(), *words]))
+        given = [word for word in found["overrides"] if word not in first]
+        assert given == WORDS, words
+        assert {**found, "overrides": []} == {**plain, "overrides": []}, words
+
+
+def test_overrides_behind_the_suite_of_an_eval() -> None:
+    found = command_line.parse(["eval", "run", "--suite", "core.yaml", "limit=1", "--out", "there", "k=[2]", "--fresh"])
+    assert (found.overrides, found.suite, str(found.out)) == (["run", "limit=1", "k=[2]"], ["core.yaml"], "there")
+
+
+def test_what_is_no_override_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "x.yaml").write_text("name: x")
     assert command_line.main(["train", str(tmp_path / "x.yaml"), "name=y", "--resume", "never", "seed=-1"]) == 2
     assert "seed (override seed=-1): got -1" in capsys.readouterr().err
-    for wrong in (["train", "x.yaml", "--resum3", "never", "a=1"], ["train", "x.yaml", "--resume", "never", "word"]):
+    for wrong in (
+        ["train", "x.yaml", "--resum3", "never", "a=1"],
+        ["train", "x.yaml", "--resume", "never", "word"],
+        ["export", "run", "--to", "vllm", "k=3"],
+    ):
         with pytest.raises(SystemExit):
             command_line.main(wrong)
+        assert "unrecognized arguments" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("value", ["1e-45", "-1", "nan", "inf"])
