@@ -9,9 +9,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
+from drafttrain.modeling.documents import Documents, is_document_mask
 from drafttrain.ops.tree_attention import is_packed, tree_attention
+from drafttrain.ops.ttt_attention import supported, ttt_attention
 
 ATTENTION_NAME = "drafttrain"
+
+_TILE = 512
+"""Queries that see a sliding window at once: a mask of them and their window is all that is made."""
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, softcap: float | None = None) -> Tensor:
@@ -20,8 +25,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, s
     Args:
         q: [B, Hq, T, D].
         k, v: [B, Hkv, S, D], Hq a multiple of Hkv.
-        mask: bool [B or 1, 1, T, S], True where a query may look; or a packed one (`ops.tree_attention`); None =
-            causal when T == S, everything when T == 1.
+        mask: bool [B or 1, 1, T, S], True where a query may look; or a packed one (`ops.tree_attention`); or that
+            of packed rows (`modeling.documents`), S == T; None = causal when T == S, everything when T == 1.
         scale: factor on the scores.
         softcap: c in c * tanh(scores / c) (Gemma 2), or None.
 
@@ -30,6 +35,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, s
     """
     if mask is not None and is_packed(mask):
         return tree_attention(q, k, v, mask, scale, softcap=softcap)
+    if mask is not None and is_document_mask(mask):
+        return _attend_documents(q, k, v, Documents.of(mask), scale, softcap)
     if softcap is not None:
         return _attend_softcapped(q, k, v, mask, scale, softcap)
     batch, q_heads, n_new, dim = q.shape
@@ -45,6 +52,37 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, s
         mask = mask.repeat(1, 1, group, 1)
     out = F.scaled_dot_product_attention(folded, k, v, attn_mask=mask, scale=scale)
     return out.reshape(batch, q_heads, n_new, v.shape[-1])
+
+
+def _attend_documents(
+    q: Tensor, k: Tensor, v: Tensor, documents: Documents, scale: float, softcap: float | None
+) -> Tensor:
+    if documents.plain and softcap is None and supported(q):
+        return ttt_attention(q, [k], [v], documents.layout, scale)
+    rows = []
+    for lengths, *qkv in zip(documents.lengths(), q.split(1), k.split(1), v.split(1), strict=True):
+        parts = zip(*(x.split(lengths, 2) for x in qkv), strict=True)
+        done = [_attend_document(q_1, k_1, v_1, documents.window, scale, softcap) for q_1, k_1, v_1 in parts]
+        rows.append(torch.cat(done, 2))
+    return torch.cat(rows)
+
+
+def _attend_document(
+    q: Tensor, k: Tensor, v: Tensor, window: int | None, scale: float, softcap: float | None
+) -> Tensor:
+    length = q.shape[2]
+    if window is None or length <= window:
+        return attend(q, k, v, None, scale, softcap)
+    tiles = []
+    for start in range(0, length, _TILE):
+        end, first = min(start + _TILE, length), max(0, start - window + 1)
+        place = torch.arange(first, end, device=q.device)
+        own = place[start - first :, None]
+        seen = (place <= own) & (place > own - window)
+        tiles.append(
+            attend(q[:, :, start:end], k[:, :, first:end], v[:, :, first:end], seen[None, None], scale, softcap)
+        )
+    return torch.cat(tiles, 2)
 
 
 def _attend_softcapped(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, softcap: float) -> Tensor:

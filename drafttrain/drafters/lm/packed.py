@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformers import Cache
+
+from drafttrain.modeling.documents import document_mask
+from drafttrain.ops.ttt_attention import SegmentLayout
 
 
 class PackedRows(Cache):
@@ -20,7 +22,7 @@ class PackedRows(Cache):
 
     def __init__(self, segments: Tensor, positions: Tensor) -> None:
         super().__init__(layers=[])
-        self._segments, self._positions = segments, positions
+        self._layout, self._positions = SegmentLayout.of(segments), positions
         self._masks: dict[int | None, Tensor] = {}
 
     def positions(self) -> Tensor:
@@ -28,14 +30,9 @@ class PackedRows(Cache):
         return self._positions
 
     def mask(self, window: int | None = None) -> Tensor:
-        """bool [B, 1, T, T]: causal, within the document (padding sees padding), within the window."""
+        """Causal, within the document, within the window: see `document_mask`. What padding sees is of no meaning."""
         if window not in self._masks:
-            segments = self._segments
-            index = torch.arange(segments.shape[1], device=segments.device)
-            seen = (segments[:, :, None] == segments[:, None, :]) & (index <= index[:, None])
-            if window is not None:
-                seen = seen & (index > index[:, None] - window)
-            self._masks[window] = seen[:, None]
+            self._masks[window] = document_mask(self._layout, window)
         return self._masks[window]
 
     def update(
@@ -50,4 +47,4 @@ class PackedRows(Cache):
 
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
         """(visible keys, offset)."""
-        return self._segments.shape[1], 0
+        return self._positions.shape[1], 0

@@ -59,4 +59,6 @@ def ttt_attention(
 
     if impl == "flash" or (impl == "auto" and supported(q)):
         return flash(q, ks, vs, SegmentLayout.of(segments) if isinstance(segments, Tensor) else segments, scale)
-    return reference(q, ks, vs, segments.segments if isinstance(segments, SegmentLayout) else segments, scale)
+    if isinstance(segments, SegmentLayout):
+        segments = segments.segments
+    return reference(q, ks, vs, None if segments is None else segments.to(q.device), scale)

@@ -82,9 +82,9 @@ class _CudaKernel:
     The kernel's layout is [B, T, H, D], or [total, H, D] with cumulative lengths; fp16 and bf16 only.
     """
 
-    def __init__(self, layout: SegmentLayout | None, scale: float) -> None:
+    def __init__(self, layout: SegmentLayout | None, scale: float, device: torch.device) -> None:
         self.packed = layout is not None and not layout.single
-        self.lengths = layout.cumulative_lengths() if layout is not None and self.packed else None
+        self.lengths = layout.cumulative_lengths(device) if layout is not None and self.packed else None
         self.longest = layout.longest if layout is not None and self.packed else 0
         self.scale = scale
         self.state: tuple[Tensor, Tensor] | None = None
@@ -200,6 +200,6 @@ def flash(q: Tensor, ks: Sequence[Tensor], vs: Sequence[Tensor], layout: Segment
     """
     if not supported(q):
         raise ValueError(f"no flash kernel on {q.device.type} for {q.dtype} with head width {q.shape[-1]}")
-    kernel = _CpuKernel(layout, scale) if q.device.type == "cpu" else _CudaKernel(layout, scale)
+    kernel = _CpuKernel(layout, scale) if q.device.type == "cpu" else _CudaKernel(layout, scale, q.device)
     out: Tensor = _Merged.apply(kernel, scale, q, *ks, *vs)  # type: ignore[no-untyped-call]
     return out

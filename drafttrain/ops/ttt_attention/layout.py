@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -41,12 +42,27 @@ class SegmentLayout:
         single = not bool((first[:, 1:] & (host[:, 1:] >= 0)).any())
         return SegmentLayout(segments, runs, single)
 
+    @staticmethod
+    def of_runs(runs: Sequence[tuple[int, int, int]], padding: Sequence[bool]) -> SegmentLayout:
+        """The layout of known runs, each a document or padding; its `segments` are on the CPU."""
+        names = torch.tensor([-1 if blank else number for number, blank in enumerate(padding)])
+        lengths = torch.tensor([end - start for _, start, end in runs])
+        segments = names.repeat_interleave(lengths).view(runs[-1][0] + 1, -1)
+        single = all(start == 0 or blank for (_, start, _), blank in zip(runs, padding, strict=True))
+        return SegmentLayout(segments, tuple(runs), single)
+
+    @property
+    def padding(self) -> list[bool]:
+        """Whether each run is padding."""
+        host = self.segments.cpu()
+        return [int(host[row, start]) < 0 for row, start, _ in self.runs]
+
     @property
     def longest(self) -> int:
         """Slots in the longest run."""
         return max(end - start for _, start, end in self.runs)
 
-    def cumulative_lengths(self) -> Tensor:
-        """int32 [runs + 1], where each run begins in the flattened slots; on the device of `segments`."""
+    def cumulative_lengths(self, device: torch.device) -> Tensor:
+        """int32 [runs + 1] on `device`, where each run begins in the flattened slots."""
         lengths = [0] + [end - start for _, start, end in self.runs]
-        return torch.tensor(lengths, device=self.segments.device).cumsum(0).to(torch.int32)
+        return torch.tensor(lengths, device=device).cumsum(0).to(torch.int32)

@@ -24,7 +24,6 @@ class Widths:
     Attributes:
         hidden, q, kv, inner: H, q, kv, i.
         head: of one head.
-        groups: query heads a key head.
         u: bytes an element.
         on_cpu: where it runs.
     """
@@ -34,7 +33,6 @@ class Widths:
     kv: int
     inner: int
     head: int
-    groups: int
     u: int
     on_cpu: bool
 
@@ -78,26 +76,20 @@ def widths_of(drafter: Drafter, u: int, on_cpu: bool) -> Widths:
     if isinstance(drafter, DraftLM):
         text: Any = drafter.lm.config
         dim, heads = head_dim(text), kv_heads_of(text)
-        groups = text.num_attention_heads // heads
         q, inner = text.num_attention_heads * dim, text.intermediate_size
-        return Widths(text.hidden_size, q, heads * dim, inner, dim, groups, u, on_cpu)
+        return Widths(text.hidden_size, q, heads * dim, inner, dim, u, on_cpu)
     assert isinstance(drafter, EagleDrafter)
     arch = drafter.arch
-    q, kv, groups = (
-        arch.num_heads * arch.head_dim,
-        arch.num_kv_heads * arch.head_dim,
-        arch.num_heads // arch.num_kv_heads,
-    )
-    return Widths(arch.hidden_size, q, kv, arch.intermediate_size, arch.head_dim, groups, u, on_cpu)
+    q, kv = arch.num_heads * arch.head_dim, arch.num_kv_heads * arch.head_dim
+    return Widths(arch.hidden_size, q, kv, arch.intermediate_size, arch.head_dim, u, on_cpu)
 
 
-def kept_bytes(drafter: Drafter, u: int, recompute: bool, on_cpu: bool, row_length: int) -> Kept:
+def kept_bytes(drafter: Drafter, u: int, recompute: bool, on_cpu: bool) -> Kept:
     """What a draft keeps of a micro-batch, a slot.
 
     Args:
         u: bytes an element of the forward.
         recompute: gradient checkpointing.
-        row_length: slots of a row; the mask of a draft LM grows with it.
     """
     if isinstance(drafter, MedusaDrafter):
         heads, layers = drafter.config.num_heads, drafter.config.num_layers
@@ -105,7 +97,7 @@ def kept_bytes(drafter: Drafter, u: int, recompute: bool, on_cpu: bool, row_leng
         return Kept(heads * (2 * layers - 1) * hidden, heads * hidden)
     widths = widths_of(drafter, u, on_cpu)
     if isinstance(drafter, DraftLM):
-        return _draft_lm(drafter, widths, recompute, row_length)
+        return _draft_lm(drafter, widths, recompute)
     assert isinstance(drafter, EagleDrafter)
     depths, hidden, target = drafter.max_depth, u * widths.hidden, u * drafter.arch.target_hidden_size
     if isinstance(drafter, Eagle1Drafter):
@@ -126,10 +118,10 @@ def kept_bytes(drafter: Drafter, u: int, recompute: bool, on_cpu: bool, row_leng
     return Kept(once + depths * (drafter.n_layers * layer + outside), depths * hidden, again)
 
 
-def _draft_lm(drafter: DraftLM, widths: Widths, recompute: bool, row_length: int) -> Kept:
+def _draft_lm(drafter: DraftLM, widths: Widths, recompute: bool) -> Kept:
     u, hidden, norm = widths.u, widths.u * widths.hidden, 8 * widths.hidden
-    # Queries are folded by groups, and the mask of a row lies beside them.
-    attention = u * (2 * widths.q + 2 * widths.kv + widths.groups * row_length) + 4 * widths.q // widths.head
+    # Rotated q and k, v, and the log-sum-exp; what was attended is an input of the product behind it.
+    attention = u * (widths.q + 2 * widths.kv) + 4 * widths.q // widths.head
     # Under autocast each linear layer has an input of its own.
     inputs = (2 if u == 4 else 5) * hidden + u * widths.q
     whole = 2 * norm + inputs + attention + 4 * u * widths.inner

@@ -172,7 +172,7 @@ def _batch_items(recipe: Recipe, drafter: Drafter, target: Any, layout: Layout, 
     text: Any = target.config.get_text_config()
     tokens = training.batch_rows * training.row_length
     taps = len(taps_with_final(drafter.feature_spec))
-    kept = kept_bytes(drafter, unit, training.gradient_checkpointing, on_cpu, training.row_length)
+    kept = kept_bytes(drafter, unit, training.gradient_checkpointing, on_cpu)
     features = tokens * taps * text.hidden_size
     if layout.placement != "elsewhere" and recipe.features.source in ("online", "hybrid"):
         yield Item("a forward of the target", _forward_bytes(text, recipe, taps, target_unit), False, "features")

@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 import torch
 from pydantic import ValidationError
+from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM
 
+from drafttrain.drafters.base import DraftBatch
 from drafttrain.drafters.build import build_drafter, init_from_target
 from drafttrain.drafters.lm.config import DraftLMConfig
 from drafttrain.drafters.lm.model import DraftLM
@@ -18,6 +20,7 @@ from drafttrain.errors import TargetError
 from drafttrain.modeling.causal_lm import CausalLM
 from drafttrain.modeling.vocab_map import VocabMap
 from tests.draft_support import documents, packed
+from tests.memory_worker import peak_of
 from tests.support import VOCAB, tiny_hf, tiny_target
 
 KINDS = ["llama", "llama-tied", "qwen2-window", "gemma3", "phi3"]
@@ -112,8 +115,9 @@ def test_the_state_is_an_ordinary_checkpoint(kind: str) -> None:
         torch.testing.assert_close(draft.head(0)(draft.lm(ids).final), plain(ids).logits, rtol=1e-4, atol=1e-4)
 
 
-def test_packing_equals_rows_alone_and_padding_gets_no_gradient() -> None:
-    target = tiny_target("llama")
+@pytest.mark.parametrize("kind", [*KINDS, "mistral-window", "gemma2"])
+def test_packing_equals_rows_alone_and_padding_gets_no_gradient(kind: str) -> None:
+    target = tiny_target(kind)
     draft = _draft(DraftLMConfig(layers=(0, 3)), target).train()
     docs = documents()
     batch = packed(target, docs, ())
@@ -126,6 +130,23 @@ def test_packing_equals_rows_alone_and_padding_gets_no_gradient() -> None:
             start += len(ids)
     out.readout[batch.segments >= 0].sum().backward()
     assert all(weight.grad is None or bool(weight.grad.isfinite().all()) for weight in draft.parameters())
+
+
+def test_memory_grows_with_the_slots_of_a_row_and_not_with_their_pairs() -> None:
+    """8 times the slots; what is more than linear would be 64 times as much."""
+    draft = _draft(DraftLMConfig(layers=(0, 3)), tiny_target("llama", max_position_embeddings=4096)).train()
+    peaks = {}
+    for length in (64, 512, 4096):  # the first warms up what is allocated once
+        segments = torch.arange(4).repeat_interleave(length // 4)[None]
+        positions = torch.arange(length // 4).repeat(4)[None]
+        batch = DraftBatch(torch.randint(0, VOCAB, (1, length)), positions, segments, torch.zeros_like(segments), {})
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+            (out,) = draft.unroll(batch, 1)
+            out.readout.pow(2).sum().backward()
+        peaks[length] = peak_of(profiler)
+        del out
+        draft.zero_grad()
+    assert peaks[4096] <= 9 * peaks[512]
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma3"])

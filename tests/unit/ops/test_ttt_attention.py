@@ -131,7 +131,7 @@ def test_layout() -> None:
     layout = SegmentLayout.of(torch.tensor([[0, 0, 1, -1], [0, 0, 0, 0]]))
     assert layout.runs == ((0, 0, 2), (0, 2, 3), (0, 3, 4), (1, 0, 4))
     assert not layout.single and layout.longest == 4
-    assert layout.cumulative_lengths().tolist() == [0, 2, 3, 4, 8]
+    assert layout.cumulative_lengths(torch.device("cpu")).tolist() == [0, 2, 3, 4, 8]
     assert SegmentLayout.of(torch.tensor([[0, 0, -1], [-1, -1, -1], [4, 4, 4]])).single
     assert not SegmentLayout.of(torch.tensor([[-1, 0, 0]])).single
 

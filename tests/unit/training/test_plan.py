@@ -161,7 +161,7 @@ def test_activations_are_of_the_size_that_the_backward_keeps(name: str, recomput
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         outputs = draft.unroll(batch, draft.max_depth)
-    predicted = kept_bytes(draft, 4, recompute, on_cpu=True, row_length=LENGTH).kept * LENGTH
+    predicted = kept_bytes(draft, 4, recompute, on_cpu=True).kept * LENGTH
     assert len(outputs) == draft.max_depth
     if name.endswith("lora"):
         # Frozen weights need less; what they keep is not told apart.
