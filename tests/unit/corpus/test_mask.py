@@ -232,6 +232,14 @@ def test_tool_messages_between_two_answers_are_not_supervised() -> None:
     assert not any("the sum" in text for text in spoken)
 
 
+def test_tool_messages_are_not_supervised_where_one_sample_holds_all_turns() -> None:
+    """The turns before and behind the tool's are in one text: each ends at its own end of turn."""
+    messages = [user("Add"), assistant("Let me see."), {"role": "tool", "content": "the sum is 42"}, assistant("42.")]
+    chat = renderer(CHATML)
+    (sample,) = chat.samples(Conversation("c", messages), 10_000)  # type: ignore[misc]
+    assert said(chat, sample) == ["Let me see.<|im_end|>", "42.<|im_end|>"]
+
+
 # --- cut answers, lengths, refusals ----------------------------------------------------------------------------
 
 

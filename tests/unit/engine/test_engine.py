@@ -102,14 +102,15 @@ def test_an_engine_is_usable_after_an_error() -> None:
 
 
 def test_sampled_rows_do_not_depend_on_the_batch() -> None:
-    """fp32: each ragged row equals its run alone, sampling included."""
+    """fp32: each ragged row equals its run alone, sampling included, whether it is there from the start or joins."""
     target = tiny_target()
     params = SamplingParams(temperature=0.9, top_p=0.9, seed=11)
     requests = [Request(str(i), p, 20, params) for i, p in enumerate(RAGGED_PROMPTS)]
     for make in (lambda: None, NGramProposer, lambda: _eagle(target)):
-        together = Engine(target, make(), k=3, max_batch=7, max_length=64).generate(requests)
         alone = [Engine(target, make(), k=3, max_length=64).generate([r])[0] for r in requests]
-        assert [c.tokens for c in together] == [c.tokens for c in alone]
+        for width in (7, 3):
+            together = Engine(target, make(), k=3, max_batch=width, max_length=64).generate(requests)
+            assert [c.tokens for c in together] == [c.tokens for c in alone]
 
 
 def test_requests_join_and_leave() -> None:
