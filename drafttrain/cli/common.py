@@ -26,7 +26,7 @@ EVAL_PROMPTS = "data/prompts/eval_core.jsonl"
 
 def is_override(word: str) -> bool:
     """Whether a word of a command line is `a.b.0=value`; a path may hold a "=" behind other signs."""
-    return re.match(r"\w+(\.\w+)*=", word) is not None
+    return re.match(r"\w[\w-]*(\.\w[\w-]*)*=", word) is not None
 
 
 def positive(text: str) -> int:

@@ -141,7 +141,7 @@ OVERRIDDEN = {
     "calibrate": (["runs/lr=1"], ["--kind", "skip"]),
     "eval": (["runs/lr=1"], ["--out", "a=b"]),
 }
-WORDS = ["data.prompts.0.count=1", "trees=[{branching: [2, 2]}, {file: a=b}]", "seed=-1"]
+WORDS = ["data.template_kwargs.a-b=1", "trees=[{branching: [2, 2]}, {file: a=b}]", "seed=-1"]
 
 
 def commands_with_overrides(parser: argparse.ArgumentParser, name: str = "") -> Iterator[str]:
