@@ -137,6 +137,7 @@ OVERRIDDEN = {
     "features build": (["recipe.yaml"], ["--part", "1/2"]),
     "features verify": (["store", "recipe.yaml"], []),
     "features serve": (["recipe.yaml"], ["--port", "0"]),
+    "features vllm": (["recipe.yaml"], []),
     "train": (["runs/lr=1"], ["--resume", "never"]),
     "calibrate": (["runs/lr=1"], ["--kind", "skip"]),
     "eval": (["runs/lr=1"], ["--out", "a=b"]),
