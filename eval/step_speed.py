@@ -3,6 +3,7 @@
     python eval/step_speed.py                                  # rows of 4,096 tokens against rows of 512
     python eval/step_speed.py --speculators LIBS               # and other trainers' steps on the same shapes
     python eval/step_speed.py --specforge LIBS --shapes smollm2-8k
+    python eval/step_speed.py --compile --shapes smollm2-8k --long 0       # and with training.compile
 
 The features of the target are random, as if they came from a store: the target's own forward, which is the same for
 every trainer, is left out. Each measurement is a process of its own. Memory is what the process holds at its peak
@@ -77,8 +78,8 @@ def text_config(shape: Shape) -> Any:
     )
 
 
-def ours(shape: Shape, rows: int, length: int, depth: int, precision: str) -> Step:
-    """drafttrain's step."""
+def ours(shape: Shape, rows: int, length: int, depth: int, precision: str, compile: bool = False) -> Step:
+    """drafttrain's step; `compile` as in a recipe's `training`."""
     import torch
 
     from drafttrain.drafters.base import DraftBatch
@@ -99,6 +100,8 @@ def ours(shape: Shape, rows: int, length: int, depth: int, precision: str) -> St
     drafter = build_drafter(config, text, vocab_map)
     embedding = torch.randn(shape.vocab, shape.hidden, dtype=dtype) * 0.02
     drafter.bind(embedding, Head(embedding))
+    if compile:
+        drafter.compile_training()
     objective = Objective(LossConfig.model_validate({"terms": [{"name": "forward_kl"}]}))
     step = TrainStep(drafter, objective, Head(embedding), drafter.vocab_map, dtype)
     optimizer = make_optimizer(drafter, TrainingConfig(max_steps=1), torch.device("cpu"))
@@ -239,7 +242,8 @@ def work(job: dict[str, Any]) -> dict[str, float]:
     before = resident("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # resets the high-water mark
     shape = SHAPES[job["shape"]]
-    step = TRAINERS[job["trainer"]](shape, job["rows"], job["length"], job["depth"], job["precision"])
+    options = {"compile": job["compile"]} if job["trainer"] == "drafttrain" else {}
+    step = TRAINERS[job["trainer"]](shape, job["rows"], job["length"], job["depth"], job["precision"], **options)
     losses = [step()]
     began = time.perf_counter()
     losses += [step() for _ in range(job["steps"])]
@@ -291,6 +295,17 @@ def long_rows(job: dict[str, Any], lengths: tuple[int, int]) -> bool:
     return speed >= LEAST_SPEED and memory <= MOST_MEMORY
 
 
+def compiled(job: dict[str, Any], shapes: list[str]) -> None:
+    """A batch with and without `training.compile`."""
+    for shape in shapes:
+        with_it, without = (measure({**job, "shape": shape, "compile": on}) for on in (True, False))
+        show(f"{shape}, {job['rows']} x {job['length']}, compiled", with_it)
+        show(f"{shape}, {job['rows']} x {job['length']}", without)
+        if not isinstance(with_it, str) and not isinstance(without, str):
+            print(f"compiled: {with_it['tokens_per_s'] / without['tokens_per_s']:.2f} x the tokens/s, "
+                  f"{with_it['mb'] / without['mb']:.2f} x the memory")  # fmt: skip
+
+
 def against(job: dict[str, Any], rows: int, length: int, others: dict[str, Path]) -> bool:
     """A batch of ours and of others; whether those that ran are passed by enough."""
     job = {**job, "rows": rows, "length": length}
@@ -319,6 +334,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=2, help="timed steps, after one that is not")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--precision", choices=("bf16", "fp32"), default="bf16")
+    parser.add_argument("--compile", action="store_true", help="ours with training.compile, and against it without")
     parser.add_argument("--speculators", type=Path, metavar="LIBS")
     parser.add_argument("--specforge", type=Path, metavar="LIBS")
     parser.add_argument("--work", help=argparse.SUPPRESS)
@@ -328,8 +344,10 @@ def main() -> None:
         return
     others = {name: libs for name in ("speculators", "specforge") if (libs := getattr(args, name)) is not None}
     job = {"trainer": "drafttrain", "depth": args.depth, "steps": args.steps, "threads": args.threads,
-           "precision": args.precision}  # fmt: skip
+           "precision": args.precision, "compile": args.compile}  # fmt: skip
     good = True
+    if args.compile:
+        compiled({**job, "rows": args.rows, "length": args.length}, args.shapes)
     if args.long:
         good = long_rows({**job, "shape": args.shapes[0]}, (args.length, args.long))
     for shape in args.shapes if others else ():

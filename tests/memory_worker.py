@@ -30,6 +30,7 @@ from drafttrain.losses.objective import Objective
 from drafttrain.modeling.vocab_map import VocabMap
 from drafttrain.recipe.schema import Recipe
 from drafttrain.targets.load import load_target
+from drafttrain.training.ahead import batches_ahead
 from drafttrain.training.distributed import make_accelerator
 from drafttrain.training.launch import Launch
 from drafttrain.training.sharded_target import ShardedTarget, TogetherFeatures, load_sharded_target
@@ -73,7 +74,9 @@ def train(recipe: Recipe, launch: Launch, folder: Path) -> None:
     )
     if isinstance(target, ShardedTarget):
         source = TogetherFeatures(source, target)
-    parts = TrainParts(drafter, Objective(recipe.loss), source, documents, target.head())
+    parts = TrainParts(
+        drafter, Objective(recipe.loss), source, documents, target.head(), ahead=batches_ahead(recipe, on_cpu=True)
+    )
     Trainer(accelerator, training, parts, folder, seed=0, fingerprint={}, launch=launch).fit()
 
 

@@ -79,5 +79,6 @@ def tiny_trainer(
         source=OnlineFeatures(target, drafter.feature_spec, batch_tokens=64),
         samples=data if data is not None else samples(16),
         target_head=target.head(),
+        ahead=config.prefetch or 0,
     )
     return Trainer(accelerator, config, parts, folder, seed=0, fingerprint={}, launch=launch)

@@ -10,6 +10,7 @@ predicts x_{t+2}. At depth k it holds x_{t+1+k}, predicts x_{t+2+k} and sits at 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
 
@@ -88,6 +89,12 @@ class DraftBatch:
     features: dict[Tap, Tensor] = field(default_factory=dict)
     top1: Tensor | None = None
     sample_ids: list[list[str]] = field(default_factory=list)
+
+    def tensors(self) -> Iterator[Tensor]:
+        """All that it holds."""
+        yield from (self.tokens, self.positions, self.segments, self.spans, *self.features.values())
+        if self.top1 is not None:
+            yield self.top1
 
 
 @dataclass
@@ -176,6 +183,13 @@ class Drafter(nn.Module, ABC):
         if self.bound is None:
             raise RuntimeError(f"{self.family} reads the target's embedding or head: call bind() first")
         return self.bound[1]
+
+    @abstractmethod
+    def compile_training(self) -> None:
+        """Have `torch.compile` fuse what lies between the attentions of `unroll`, for good.
+
+        Weights keep their names: functions are compiled, no module is wrapped.
+        """
 
     @abstractmethod
     def step(self, inputs: DraftInputs, cache: DraftCache) -> DraftOutput:

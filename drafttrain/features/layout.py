@@ -10,6 +10,7 @@ import torch
 
 from drafttrain.corpus.types import Sample
 from drafttrain.drafters.base import DraftBatch
+from drafttrain.features.transfer import to_device
 
 Rows = Sequence[Sequence[Sample]]
 
@@ -71,9 +72,9 @@ def lay_out(rows: Rows, device: torch.device | str = "cpu") -> DraftBatch:
         documents_in[row] += 1
         ids[row].append(place.sample.id)
     return DraftBatch(
-        tokens=tokens.to(device),
-        positions=positions.to(device),
-        segments=segments.to(device),
-        spans=spans.to(device),
+        tokens=to_device(tokens, device),
+        positions=to_device(positions, device),
+        segments=to_device(segments, device),
+        spans=to_device(spans, device),
         sample_ids=ids,
     )

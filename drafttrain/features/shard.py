@@ -17,6 +17,7 @@ from drafttrain.errors import StoreError, UserError
 from drafttrain.features.capture import UNKNOWN, check_features
 from drafttrain.features.codec import decode_fp8, encode_fp8
 from drafttrain.features.store import StoreIdentity
+from drafttrain.features.transfer import to_device
 from drafttrain.files import read_json, sha256_file, write_json
 from drafttrain.modeling.taps import Tap
 
@@ -69,8 +70,8 @@ class Rows:
         found = {}
         for tap in taps:
             at = identity.taps.index(str(tap))
-            values = self.features[:, at * identity.hidden_size : (at + 1) * identity.hidden_size].to(device)
-            found[tap] = values if self.scales is None else decode_fp8(values, self.scales[:, at].to(device))
+            values = to_device(self.features[:, at * identity.hidden_size : (at + 1) * identity.hidden_size], device)
+            found[tap] = values if self.scales is None else decode_fp8(values, to_device(self.scales[:, at], device))
         return found
 
     def columns(self) -> dict[str, Tensor]:

@@ -15,6 +15,7 @@ from drafttrain.drafters.base import DraftBatch
 from drafttrain.features.capture import UNKNOWN, capture
 from drafttrain.features.layout import Place, Rows, lay_out, places
 from drafttrain.features.reader import StoreReader
+from drafttrain.features.transfer import stream_here, to_device
 from drafttrain.modeling.causal_lm import CausalLM
 from drafttrain.modeling.taps import FeatureSpec, Tap
 
@@ -39,7 +40,7 @@ class FeatureSource(Protocol):
 
 @runtime_checkable
 class WaitingSource(FeatureSource, Protocol):
-    """A source that waits for others as long as it takes.
+    """A source that waits for others as long as it takes, or until it is closed, in another thread if need be.
 
     Attributes:
         gave_up: whether a batch could not be had after `give_up`; it was given blank, for ranks to stay in step.
@@ -130,8 +131,11 @@ class StoredFeatures:
         documents = list(places(rows))
         self.reader.will_need(place.sample for place in documents)
 
+        stream = stream_here(device)
+
         def put(place: Place) -> None:
-            buffers.put(place, *self.reader.read(place.sample, device))
+            with stream():
+                buffers.put(place, *self.reader.read(place.sample, device))
 
         for _ in self._pool.map(put, documents) if self._pool else map(put, documents):
             pass
@@ -180,9 +184,9 @@ class Buffers:
         """The features of a document, tap -> [L, H], and its top1 [L], where it lies."""
         here = slice(place.start, place.end)
         for tap, value in features.items():
-            self._buffer(tap, value)[place.row, here] = value.to(self.batch.tokens.device)
+            self._buffer(tap, value)[place.row, here] = to_device(value, self.batch.tokens.device)
         if top1 is not None and self.batch.top1 is not None:
-            self.batch.top1[place.row, here] = top1.to(self.batch.top1)
+            self.batch.top1[place.row, here] = to_device(top1, self.batch.tokens.device).to(self.batch.top1.dtype)
 
     def _buffer(self, tap: Tap, value: Tensor) -> Tensor:
         with self._lock:

@@ -1,10 +1,11 @@
-"""`torch.compile` on a target: on what lies between attention and packed products, which have kernels of their own."""
+"""`torch.compile` on models: on what lies between attention and packed products, which have kernels of their own."""
 
 from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import ParamSpec, TypeVar
 
 import torch
 from torch import nn
@@ -15,6 +16,8 @@ from drafttrain.ops.packed_linear import is_packed
 
 # Of one function: rows, new tokens and widths that are 1 or more, for each kind of norm.
 _RECOMPILES = 64
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 def compile_parts(blocks: Sequence[nn.Module], norm: nn.Module) -> list[nn.Module]:
@@ -29,14 +32,26 @@ def compile_parts(blocks: Sequence[nn.Module], norm: nn.Module) -> list[nn.Modul
     Raises:
         EngineError: no compiler for the device.
     """
-    from torch._dynamo import config  # seconds, which only those who compile wait for
-
     require_compiler(next(norm.parameters()).device)
-    config.recompile_limit = max(config.recompile_limit, _RECOMPILES)
+    _allow_recompiles()
     found = [*(part for block in blocks for part in _parts(block)), norm]
     for part in found:
         part.forward = torch.compile(part.forward, dynamic=True)
     return found
+
+
+def compiled(function: Callable[P, R]) -> Callable[P, R]:
+    """The function, fused. Sizes that changed once stay free from then on; those that never change are known to the
+    compiler."""
+    _allow_recompiles()
+    found: Callable[P, R] = torch.compile(function)
+    return found
+
+
+def _allow_recompiles() -> None:
+    from torch._dynamo import config  # seconds, which only those who compile wait for
+
+    config.recompile_limit = max(config.recompile_limit, _RECOMPILES)
 
 
 def require_compiler(device: torch.device) -> None:

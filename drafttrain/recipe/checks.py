@@ -117,6 +117,14 @@ def _targets_do_what_they_can(
         yield Problem(("target", "device"), f"{which} lies on all ranks' devices: device must be 'auto'")
 
 
+def _targets_in_shards_keep_step(target: TargetConfig, training: TrainingConfig) -> Iterator[Problem]:
+    if target.placement == "zero3" and training.prefetch:
+        yield Problem(
+            ("training", "prefetch"),
+            "a target in shards is run by all ranks together and cannot run ahead of them: leave prefetch out",
+        )
+
+
 _CHECKS = (
     _samples_fit_rows,
     _answers_fit_samples,
@@ -126,4 +134,5 @@ _CHECKS = (
     _terms_have_inputs,
     _stores_hold_what_is_read,
     _targets_do_what_they_can,
+    _targets_in_shards_keep_step,
 )

@@ -53,6 +53,10 @@ class TrainingConfig(Config):
         clip_norm: largest global gradient norm, None for no clipping.
         precision: "bf16" is autocast over fp32 master weights.
         gradient_checkpointing: recompute the draft's layers in the backward.
+        compile: have `torch.compile` fuse what lies between the draft's attentions; the first steps take longer.
+        prefetch: micro-batches made ready while others are trained on, each with its features in memory; 0 for none.
+            None takes 2 where features are read or received, 1 where the target runs beside the draft on a GPU, and
+            none where the two share a CPU or the target lies in shards.
         seed: order of samples, initialisation and noise; None takes the recipe's.
         log_every, save_every: in optimiser steps; `save_every: null` saves at the end of the run only.
         keep: checkpoints kept beside the best one.
@@ -80,6 +84,8 @@ class TrainingConfig(Config):
     clip_norm: float | None = Field(1.0, gt=0)
     precision: Literal["bf16", "fp32"] = "bf16"
     gradient_checkpointing: bool = False
+    compile: bool = False
+    prefetch: int | None = Field(None, ge=0, le=64)
     seed: int | None = Field(None, ge=0)
     log_every: int = Field(10, ge=1)
     save_every: int | None = Field(500, ge=1)

@@ -12,6 +12,8 @@ from torch import Tensor
 from drafttrain.training.distributed import sum_over_ranks
 from drafttrain.training.metrics import peak_memory_mib
 
+_SECONDS = ("all", "draft", "waits", "data", "target")
+
 
 @dataclass
 class Interval:
@@ -23,7 +25,8 @@ class Interval:
         steps, tokens: optimiser steps, and tokens of all ranks.
         grad_norm: sum of the norms before clipping.
         dropped: steps that were not taken; they are in none of the sums but the seconds.
-        seconds: wall time of everything, of laying out data, of the target, of the draft.
+        seconds: wall time of everything; of the draft; of waiting for batches, and of that without the target's time
+            where it ran meanwhile ("data"); and the target's own, which batches that are made ahead take beside it all.
     """
 
     correct: Tensor
@@ -33,12 +36,18 @@ class Interval:
     tokens: int = 0
     grad_norm: float = 0.0
     dropped: int = 0
-    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(("all", "data", "target", "draft"), 0.0))
+    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(_SECONDS, 0.0))
 
     @staticmethod
     def empty(depths: int) -> Interval:
         """Nothing summed yet."""
         return Interval(torch.zeros(depths, dtype=torch.float64), torch.zeros(depths, dtype=torch.float64))
+
+    def end_wait(self, seconds: float, target_s: float, ahead: bool) -> None:
+        """Count the wait for a batch; the target's share of it, unless the batch was made ahead."""
+        self.seconds["waits"] += seconds
+        self.seconds["data"] += seconds if ahead else seconds - target_s
+        self.seconds["target"] += target_s
 
     def end_step(self, loss: float, tokens: int, grad_norm: float, seconds: float) -> None:
         """Count an optimiser step."""
@@ -77,7 +86,7 @@ class Interval:
             hit / seen if seen else None for hit, seen in zip(self.correct.tolist(), self.total.tolist(), strict=True)
         ]
         seconds = self.seconds["all"]
-        inside = self.seconds["data"] + self.seconds["target"] + self.seconds["draft"]
+        inside = self.seconds["waits"] + self.seconds["draft"]
         return {
             "loss": self.loss / self.steps,
             "accuracy": accuracy,
@@ -112,4 +121,7 @@ class Interval:
         if not value:
             return Interval.empty(depths)
         tensors = {key: torch.tensor(value[key], dtype=torch.float64) for key in ("correct", "total")}
+        seconds = value["seconds"]
+        # Checkpoints of before batches were made ahead.
+        seconds.setdefault("waits", seconds["data"] + seconds["target"])
         return Interval(**{**value, **tensors})

@@ -18,6 +18,7 @@ from drafttrain.errors import AlreadyReported, RecipeError, UserError
 from drafttrain.features.lock import Part
 from drafttrain.features.sources import FeatureSource
 from drafttrain.files import exclusive
+from drafttrain.modeling.compiled import require_compiler
 from drafttrain.recipe.build import RunParts, build_run, open_features, write_features
 from drafttrain.recipe.history import changes, check_changes, earlier_name, keep_recipe
 from drafttrain.recipe.load import RESOLVED
@@ -27,6 +28,7 @@ from drafttrain.targets.ends import load_ends
 from drafttrain.targets.load import load_target
 from drafttrain.training.acceptance import EngineMeasurement
 from drafttrain.training.adapter import ADAPTER, require_peft, save_adapter
+from drafttrain.training.ahead import batches_ahead
 from drafttrain.training.callbacks import Listener, WandbTracker, require_tracker
 from drafttrain.training.checkpoint import require_same_run, set_aside
 from drafttrain.training.distributed import from_main, make_accelerator
@@ -63,6 +65,8 @@ def train_recipe(recipe: Recipe, resume: Resume, console: Console) -> TrainResul
         torch.set_num_threads(recipe.training.num_threads)
     accelerator = make_accelerator(launch, recipe.training.clip_norm)
     ranks = Ranks(accelerator)
+    if recipe.training.compile:
+        ranks.together(lambda: require_compiler(accelerator.device))
     ranks.agree("the recipe", recipe.model_dump(mode="json"), "start every rank with the same recipe and overrides")
     ranks.agree("the software", versions(), "install the same versions on every host")
     folder = Path(recipe.run_folder)
@@ -136,11 +140,15 @@ def _fit(
     if isinstance(parts.target, ShardedTarget):
         source = TogetherFeatures(source, parts.target)
     provenance = {**collect_provenance(parts.target.identity.to_dict(), parts.data), "sharding": launch.name}
+    ahead = batches_ahead(recipe, accelerator.device.type == "cpu")
+    trained = TrainParts(
+        parts.drafter, parts.objective, source, parts.corpus.samples, parts.target.head(), in_shards, ahead
+    )
     trainer = ranks.together(
         lambda: Trainer(
             accelerator,
             recipe.training,
-            TrainParts(parts.drafter, parts.objective, source, parts.corpus.samples, parts.target.head(), in_shards),
+            trained,
             folder,
             seed=recipe.training_seed,
             fingerprint=parts.fingerprint(),

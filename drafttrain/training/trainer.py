@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
+from itertools import islice, tee
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
@@ -17,8 +19,10 @@ from drafttrain.corpus.types import Sample
 from drafttrain.drafters.base import Drafter
 from drafttrain.errors import AlreadyReported, CheckpointError, DataError, UserError
 from drafttrain.features.layout import lay_out
+from drafttrain.features.prefetch import Batches, InTurn, Prefetcher
 from drafttrain.features.sources import FeatureSource, WaitingSource
 from drafttrain.losses.objective import Objective, ObjectiveOutput
+from drafttrain.modeling.compiled import require_compiler
 from drafttrain.modeling.head import Head
 from drafttrain.recipe.training_config import TrainingConfig
 from drafttrain.training.callbacks import Acceptance, Listener, MeasureAcceptance
@@ -64,6 +68,7 @@ class TrainParts:
         samples: training set.
         target_head: frozen.
         target_in_shards: ranks run the target together, so they measure together.
+        ahead: micro-batches made ready ahead; none where ranks run the target together.
     """
 
     drafter: Drafter
@@ -72,6 +77,7 @@ class TrainParts:
     samples: Sequence[Sample]
     target_head: Head
     target_in_shards: bool = False
+    ahead: int = 0
 
 
 @dataclass(frozen=True)
@@ -121,9 +127,14 @@ class Trainer:
         self.device = accelerator.device
         self.drafter = parts.drafter.to(self.device)
         self.drafter.gradient_checkpointing = config.gradient_checkpointing
+        if config.compile:
+            require_compiler(self.device)
+            self.drafter.compile_training()
         self.source = parts.source
         self.objective = parts.objective
         self.measure_together = parts.target_in_shards
+        self.ahead = 0 if parts.target_in_shards else parts.ahead
+        self._batches: Batches = InTurn(parts.source, self.device)
         self.ranks, self.rank = accelerator.num_processes, accelerator.process_index
         self.order = DataOrder(
             parts.samples,
@@ -218,17 +229,18 @@ class Trainer:
             try:
                 if self.guard.rolls_back and not self.state.step:
                     self._save()
-                windows = self.order.windows(self.state.epoch, self.state.row)
-                while self.state.step < self.total_steps:
-                    if not self._train_window(next(windows), listeners, stop):
-                        finished = False
-                        break
-                    done = self.state.step
-                    last = done == self.total_steps
-                    if measure is not None and (last or (measure_every is not None and done % measure_every == 0)):
-                        self._measure(measure, listeners, on_best)
-                    if last or (self.config.save_every is not None and done % self.config.save_every == 0):
-                        self._save()
+                windows, batches = self._feed()
+                with closing(batches) as self._batches:
+                    for window in windows:
+                        if not self._train_window(window, listeners, stop):
+                            finished = False
+                            break
+                        done = self.state.step
+                        last = done == self.total_steps
+                        if measure is not None and (last or (measure_every is not None and done % measure_every == 0)):
+                            self._measure(measure, listeners, on_best)
+                        if last or (self.config.save_every is not None and done % self.config.save_every == 0):
+                            self._save()
                 if not finished:
                     self._save()
             finally:
@@ -236,10 +248,23 @@ class Trainer:
                     listener.close()
         return TrainResult(self.state, finished)
 
+    def _feed(self) -> tuple[Iterator[Window], Batches]:
+        """The steps that are left, and what makes their batches."""
+        left = max(0, self.total_steps - self.state.step)
+        windows: Iterator[Window] = islice(self.order.windows(self.state.epoch, self.state.row), left)
+        if not self.ahead:
+            return windows, InTurn(self.source, self.device)
+        windows, coming = tee(windows)
+        order = (rows for window in coming for rows in self._micro_batches(window))
+        return windows, Prefetcher(self.source, self.device, self.ahead, order)
+
+    def _micro_batches(self, window: Window) -> list[list[Row]]:
+        return window.micro_batches(self.rank, self.ranks, self.config.batch_rows)
+
     def _train_window(self, window: Window, listeners: Sequence[Listener], stop: StopRequest) -> bool:
         """One optimiser step; False, with nothing changed, when some rank was asked to stop."""
         began = time.perf_counter()
-        micro = window.micro_batches(self.rank, self.ranks, self.config.batch_rows)
+        micro = self._micro_batches(window)
         counts, asked_to_stop = self._agree(micro, stop)
         if asked_to_stop:
             return False
@@ -252,12 +277,13 @@ class Trainer:
                 )
             )
         rate = learning_rate(self.state.step, self.total_steps, self.config)
-        outputs = [
+        steps = [
             self._micro_step(index, rows, counts, last=index == len(micro) - 1) for index, rows in enumerate(micro)
         ]
-        losses = torch.stack([output.loss.detach() for output in outputs]).double().cpu()
-        loss, gave_up = self._over_ranks(torch.stack([losses.sum(), losses.new_tensor(self._gave_up())])).tolist()
-        if gave_up:
+        losses = torch.stack([output.loss.detach() for output, _ in steps]).double().cpu()
+        blank = losses.new_tensor(any(gave_up for _, gave_up in steps))
+        loss, blanks = self._over_ranks(torch.stack([losses.sum(), blank])).tolist()
+        if blanks:
             # Some rank was told to stop while it waited for features: this step is made after the resume.
             self.strategy.drop()
             return False
@@ -279,7 +305,7 @@ class Trainer:
             self.guard.taken(loss)
             tokens = sum(len(sample.ids) for row in window.rows for sample in row)
             state.tokens += tokens
-            for output in outputs:
+            for output, _ in steps:
                 self._interval.correct += output.correct.detach().cpu()
                 self._interval.total += output.total.detach().cpu()
             self._interval.end_step(float(losses.sum()), tokens, norm, time.perf_counter() - began)
@@ -292,9 +318,6 @@ class Trainer:
     def _over_ranks(self, value: Tensor) -> Tensor:
         return sum_over_ranks(self.accelerator, value) if self.ranks > 1 else value
 
-    def _gave_up(self) -> bool:
-        return isinstance(self.source, WaitingSource) and self.source.gave_up
-
     def _agree(self, micro: list[list[Row]], stop: StopRequest) -> tuple[Tensor, bool]:
         """Labels a depth [K] in the whole window over all ranks, and whether a rank was told to stop."""
         local = torch.zeros(self.depths + 1, dtype=torch.float64)
@@ -304,21 +327,23 @@ class Trainer:
         total = self._over_ranks(local)
         return total[:-1], bool(total[-1] > 0)
 
-    def _micro_step(self, index: int, rows: list[Row], counts: Tensor, last: bool) -> ObjectiveOutput:
-        """Forward and backward of a micro-batch; ranks exchange gradients in the last one alone."""
+    def _micro_step(self, index: int, rows: list[Row], counts: Tensor, last: bool) -> tuple[ObjectiveOutput, bool]:
+        """Forward and backward of a micro-batch; ranks exchange gradients in the last one alone.
+
+        Returns:
+            its output, and whether its features could not be had.
+        """
         self._at(f"features of micro-batch {index}", 2 * index)
-        began, in_target = time.perf_counter(), self.source.target_s
-        batch = self.source.batch(rows, self.device)
-        featured, in_target = time.perf_counter(), self.source.target_s - in_target
+        began = time.perf_counter()
+        ready = self._batches.take(rows)
+        featured = time.perf_counter()
         self._at(f"draft on micro-batch {index}", 2 * index + 1)
         seed = np.random.SeedSequence([self.seed, self.state.step, self.rank, index])
         torch.manual_seed(int(seed.generate_state(1, np.uint64)[0] >> 1))
-        output = self.strategy.micro_step(batch, counts, last)
-        seconds = self._interval.seconds
-        seconds["target"] += in_target
-        seconds["data"] += featured - began - in_target
-        seconds["draft"] += time.perf_counter() - featured
-        return output
+        output = self.strategy.micro_step(ready.batch, counts, last)
+        self._interval.end_wait(featured - began, ready.target_s, self._batches.ahead)
+        self._interval.seconds["draft"] += time.perf_counter() - featured
+        return output, ready.gave_up
 
     def _drop(
         self,
@@ -395,13 +420,15 @@ class Trainer:
 
     def _measure(self, measure: MeasureAcceptance, listeners: Sequence[Listener], on_best: OnBest) -> None:
         main = self.accelerator.is_main_process
-        self._at("measuring", 0)
-        whole = self.strategy.whole(main or self.measure_together)
-        if whole is not None:
-            found = measure(whole.drafter)
-            if main:
-                self._record_measurement(found, whole, listeners, on_best)
-        self._at("waiting for the measurement", 1)
+        self._at("features ahead of the measurement", 0)
+        with self._batches.still():
+            self._at("measuring", 1)
+            whole = self.strategy.whole(main or self.measure_together)
+            if whole is not None:
+                found = measure(whole.drafter)
+                if main:
+                    self._record_measurement(found, whole, listeners, on_best)
+        self._at("waiting for the measurement", 2)
         self.accelerator.wait_for_everyone()
 
     def _record_measurement(

@@ -85,9 +85,10 @@ def test_the_loss_curve_does_not_depend_on_where_features_come_from(tmp_path: Pa
     assert len({record["loss"] for record in curves["online"]}) == 30  # it does train
 
 
-def test_sigterm_ends_a_run_that_waits_for_a_server_and_the_run_goes_on(tmp_path: Path) -> None:
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_sigterm_ends_a_run_that_waits_for_a_server_and_the_run_goes_on(tmp_path: Path, prefetch: int) -> None:
     online = run(make(tmp_path, "eagle3", DATA, max_steps=8, lr=2e-3))
-    trainer = make(tmp_path / "run", "eagle3", DATA, max_steps=8, lr=2e-3)
+    trainer = make(tmp_path / "run", "eagle3", DATA, max_steps=8, lr=2e-3, prefetch=prefetch)
     spec, records = trainer.drafter.feature_spec, Recorder()
 
     def streamed(url: str) -> StreamedFeatures:
@@ -103,7 +104,7 @@ def test_sigterm_ends_a_run_that_waits_for_a_server_and_the_run_goes_on(tmp_path
     trainer.source.close()
     assert not result.finished and 3 <= result.state.step < 8
     assert [path.name for path in trainer.checkpoints.iterdir()] == [f"step-{result.state.step:08d}"]
-    resumed = make(tmp_path / "run", "eagle3", DATA, max_steps=8, lr=2e-3)
+    resumed = make(tmp_path / "run", "eagle3", DATA, max_steps=8, lr=2e-3, prefetch=prefetch)
     resumed.restore("auto")
     with serving() as server:
         resumed.source = streamed(server.url)

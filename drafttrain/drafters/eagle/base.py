@@ -12,6 +12,7 @@ from torch import Tensor
 from drafttrain.drafters.arch import DraftArch
 from drafttrain.drafters.base import DepthOutput, DraftBatch, DraftCache, Drafter, DraftInputs, DraftOutput
 from drafttrain.drafters.eagle.config import EagleConfig
+from drafttrain.drafters.eagle.layer import EagleLayer
 from drafttrain.drafters.unroll_cache import UnrollCache
 from drafttrain.modeling.blocks import Rotary, compute_dtype
 from drafttrain.modeling.head import Head
@@ -68,6 +69,12 @@ class EagleDrafter(Drafter, Generic[W]):
             num_heads=config.num_heads,
             num_kv_heads=config.num_kv_heads,
         )
+
+    def compile_training(self) -> None:
+        """What stands before and after the attention of each layer."""
+        for module in self.modules():
+            if isinstance(module, EagleLayer):
+                module.compile_training()
 
     @abstractmethod
     def pack(self, dtype: torch.dtype) -> W:

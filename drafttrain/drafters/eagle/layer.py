@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from drafttrain.drafters.arch import DraftArch
 from drafttrain.drafters.base import DraftCache
 from drafttrain.modeling.blocks import GatedMLP, RMSNorm, SelfAttention, rms_norm
+from drafttrain.modeling.compiled import compiled
 from drafttrain.ops.packed_linear import Matrix, linear
 
 
@@ -72,6 +73,11 @@ class EagleLayer(nn.Module):
             self.input_layernorm = RMSNorm(hidden, self.eps, device=device) if state_norm else None
             self.hidden_norm = None
         self.post_attention_layernorm = RMSNorm(hidden, self.eps, device=device)
+
+    def compile_training(self) -> None:
+        """See `Drafter.compile_training`."""
+        self._before = compiled(self._before)  # type: ignore[method-assign]
+        self._after = compiled(self._after)  # type: ignore[method-assign]
 
     def pack(self, dtype: torch.dtype) -> LayerWeights:
         """Cast and concatenate the weights; differentiable."""

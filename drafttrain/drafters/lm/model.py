@@ -115,6 +115,10 @@ class DraftLM(Drafter):
         self.eval()
         self.lm.prepare_for_inference()
 
+    def compile_training(self) -> None:
+        """MLPs and norms."""
+        self.lm.compile_forward()
+
     def step(self, inputs: DraftInputs, cache: DraftCache) -> DraftOutput:
         """Tokens [B, T] at their positions; `cache` is a `StaticKVCache` after `begin`."""
         assert isinstance(cache, StaticKVCache)

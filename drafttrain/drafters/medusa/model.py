@@ -13,6 +13,7 @@ from drafttrain.drafters.base import DepthOutput, DraftBatch, DraftCache, Drafte
 from drafttrain.drafters.medusa.config import MedusaConfig
 from drafttrain.modeling.blocks import compute_dtype
 from drafttrain.modeling.causal_lm import CausalLM
+from drafttrain.modeling.compiled import compiled
 from drafttrain.modeling.head import Head
 from drafttrain.modeling.taps import FeatureSpec, Tap
 from drafttrain.modeling.vocab_map import VocabMap
@@ -116,6 +117,11 @@ class MedusaDrafter(Drafter):
         """Eval mode, and the blocks' weights laid out for few rows. Call again after weights change."""
         self.eval()
         pack_linears(self.blocks)
+
+    def compile_training(self) -> None:
+        """The blocks; there is no attention."""
+        for block in self.blocks:
+            block.forward = compiled(block.forward)
 
     def step(self, inputs: DraftInputs, cache: DraftCache) -> DraftOutput:
         """Head `inputs.depth` on the target's features [B, T, H]; the cache is not used."""

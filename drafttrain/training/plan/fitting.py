@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 from drafttrain.recipe.schema import Recipe
+from drafttrain.training.ahead import batches_ahead
 from drafttrain.training.plan.layout import Layout, Placement, preferred
 
 Fits = Callable[[Recipe, Layout], bool]
@@ -26,7 +27,7 @@ class Fitting:
     changes: tuple[str, ...] = ()
 
 
-def find_fitting(recipe: Recipe, ranks: int, fits: Fits) -> Fitting | None:
+def find_fitting(recipe: Recipe, ranks: int, fits: Fits, on_cpu: bool) -> Fitting | None:
     """The least that makes a recipe fit.
 
     First the plainest launch of the recipe as it stands; then, with the leanest launch, the first single setting that
@@ -40,7 +41,7 @@ def find_fitting(recipe: Recipe, ranks: int, fits: Fits) -> Fitting | None:
         for layout in layouts:
             if fits(changed, layout):
                 return Fitting(layout, before)
-        found = _settings(changed, partial(_fits_in, fits, layouts[-1]))
+        found = _settings(changed, partial(_fits_in, fits, layouts[-1]), on_cpu)
         if found:
             return Fitting(layouts[-1], (*before, *found))
     return None
@@ -57,7 +58,8 @@ def _placements(recipe: Recipe, ranks: int) -> Iterator[tuple[str | None, Recipe
     if placement == "zero3" and ranks == 1:
         yield "target.placement=whole", _placed(recipe, "whole")
     if placement == "whole" and ranks > 1 and recipe.features.source == "online":
-        yield "target.placement=zero3", _placed(recipe, "zero3")
+        words = "target.placement=zero3" + (" training.prefetch=null" if recipe.training.prefetch else "")
+        yield words, _with_training(_placed(recipe, "zero3"), prefetch=None)
     if placement != "elsewhere":
         words = ["target.placement=elsewhere", "evaluation.prompts=0"]
         if not recipe.features.served and recipe.features.source != "offline":
@@ -71,13 +73,13 @@ def _placed(recipe: Recipe, placement: Placement) -> Recipe:
     return recipe.model_copy(update={"target": recipe.target.model_copy(update={"placement": placement})})
 
 
-def _settings(recipe: Recipe, fits: Callable[[Recipe], bool]) -> tuple[str, ...]:
+def _settings(recipe: Recipe, fits: Callable[[Recipe], bool], on_cpu: bool) -> tuple[str, ...]:
     """The first single change that suffices, else the fewest in that order together, else none."""
-    for name, changed in _changes(recipe):
+    for name, changed in _changes(recipe, on_cpu):
         if fits(changed):
             return (name,)
     names: list[str] = []
-    while (step := next(_changes(recipe), None)) is not None:
+    while (step := next(_changes(recipe, on_cpu), None)) is not None:
         names.append(step[0])
         recipe = step[1]
         if fits(recipe):
@@ -85,9 +87,11 @@ def _settings(recipe: Recipe, fits: Callable[[Recipe], bool]) -> tuple[str, ...]
     return ()
 
 
-def _changes(recipe: Recipe) -> Iterator[tuple[str, Recipe]]:
+def _changes(recipe: Recipe, on_cpu: bool) -> Iterator[tuple[str, Recipe]]:
     """Overrides that save memory and hardly cost quality, in the order in which to try them; each once."""
     training = recipe.training
+    if batches_ahead(recipe, on_cpu):
+        yield "training.prefetch=0", _with_training(recipe, prefetch=0)
     if not training.gradient_checkpointing and recipe.drafter.family != "medusa":
         yield "training.gradient_checkpointing=true", _with_training(recipe, gradient_checkpointing=True)
     if training.batch_rows > 1:

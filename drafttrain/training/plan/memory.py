@@ -21,6 +21,7 @@ from drafttrain.features.sources import taps_with_final
 from drafttrain.losses.fused import SLAB, block_logits, chunk_logits
 from drafttrain.modeling.head import Head
 from drafttrain.recipe.schema import Recipe
+from drafttrain.training.ahead import batches_ahead
 from drafttrain.training.launch import Launch
 from drafttrain.training.plan.activations import kept_bytes, kv_heads_of
 from drafttrain.training.plan.layout import Layout
@@ -174,9 +175,15 @@ def _batch_items(recipe: Recipe, drafter: Drafter, target: Any, layout: Layout, 
     taps = len(taps_with_final(drafter.feature_spec))
     kept = kept_bytes(drafter, unit, training.gradient_checkpointing, on_cpu)
     features = tokens * taps * text.hidden_size
+    ahead = batches_ahead(recipe, on_cpu, layout.placement)
     if layout.placement != "elsewhere" and recipe.features.source in ("online", "hybrid"):
-        yield Item("a forward of the target", _forward_bytes(text, recipe, taps, target_unit), False, "features")
-    yield Item("features of a micro-batch", features * target_unit, True, "features")
+        # Beside the draft it may run at any time.
+        when: Phase = "always" if ahead else "features"
+        yield Item("a forward of the target", _forward_bytes(text, recipe, taps, target_unit), False, when)
+    if ahead:
+        yield Item("features of micro-batches made ahead", ahead * features * target_unit, True, "always")
+    else:
+        yield Item("features of a micro-batch", features * target_unit, True, "features")
     yield Item("features of a micro-batch", features * unit, True, "training")
     yield Item("activations of the draft", tokens * kept.kept, False, "training")
     loss = tokens * kept.readouts + _loss_bytes(recipe, drafter, text, tokens, unit, on_cpu)

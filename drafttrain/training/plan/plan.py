@@ -136,7 +136,7 @@ def make_plan(
     def fits(changed: Recipe, layout: Layout) -> bool:
         return peak(memory(changed, layout)) + hardware.reserved <= hardware.memory
 
-    fitting = find_fitting(recipe, ranks, fits)
+    fitting = find_fitting(recipe, ranks, fits, hardware.is_cpu)
     layouts = [layout for p in PLACEMENTS for launch in LAUNCHES if (layout := Layout(p, launch)).exists(ranks)]
     peaks = {layout: peak(memory(recipe, layout)) for layout in layouts}
     if fitting is not None and fitting.layout.placement == recipe.target.placement:

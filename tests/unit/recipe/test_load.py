@@ -109,6 +109,7 @@ _VLLM = ("features.source=vllm", "features.urls=[http://a:1]", "features.exchang
             "cannot be drafted for while training: set evaluation.prompts to 0",
         ),
         (["target={model: x, placement: zero3}", *_GIVEN, *_STREAM], "use features.source 'online'"),
+        (["target={model: x, placement: zero3}", *_GIVEN, "training.prefetch=1"], "cannot run ahead of them"),
         (["target={model: x, placement: zero3}", *_GIVEN[1:]], "does not write answers"),
         (["training.max_steps=5"], "training (line 7): give one of `epochs` and `max_steps`"),
         (["training.min_lr=1"], "min_lr 1 is above lr"),
