@@ -113,8 +113,8 @@ class Prefetcher:
         self._threads = torch.get_num_threads()
         # A daemon: a source that hangs must not keep a process alive that was told to end.
         self._thread = threading.Thread(target=self._run, name="prefetch", daemon=True)
-        self._thread.start()
         self._ask()
+        self._thread.start()
 
     def take(self, rows: Rows) -> Ready:
         """See `Batches`."""

@@ -25,7 +25,7 @@ Change = tuple[Any, Any]
 
 # Shape neither the steps nor the draft.
 _ASIDE = ("name", "output_dir", "features", "tracking", "evaluation")
-_ASIDE_OF_TRAINING = ("log_every", "save_every", "keep", "num_threads", "patience_s")
+_ASIDE_OF_TRAINING = ("log_every", "save_every", "keep", "num_threads", "patience_s", "prefetch")
 # What the best draft was chosen by.
 _YARDSTICK = ("evaluation.k", "evaluation.max_new_tokens", "evaluation.prompts")
 
@@ -108,6 +108,8 @@ def _shapes(key: str) -> bool:
 def _differences(path: str, then: Any, now: Any) -> Iterator[tuple[str, Change]]:
     if isinstance(then, dict) and isinstance(now, dict):
         for name in dict.fromkeys([*then, *now]):
+            if name not in then and now[name] is False:
+                continue  # a switch that did not exist was off
             yield from _differences(f"{path}.{name}" if path else name, then.get(name), now.get(name))
     elif then != now:
         yield path, (then, now)

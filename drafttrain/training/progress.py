@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from datetime import timedelta
 from typing import Any
@@ -68,13 +69,16 @@ class ProgressLine:
 
 
 def describe(record: dict[str, Any], total_steps: int) -> str:
-    """The text of a training record."""
+    """The text of a training record, with the shares of the time that were spent waiting for data, in the target and in
+    the draft; batches that are made ahead take the target's beside the rest."""
     accuracy = " ".join(f"{value:.3f}" if value is not None else "-" for value in record["accuracy"])
     left = (total_steps - record["step"]) * record["seconds_per_step"]
     dropped = f"  {record['dropped']} dropped" if record["dropped"] else ""
+    seconds = record["tokens"] / record["tokens_per_s"] if record["tokens_per_s"] else math.inf
+    shares = "  ".join(f"{name} {record[f'{name}_s'] / seconds:.0%}" for name in ("data", "target", "draft"))
     return (
         f"loss {record['loss']:.4f}  acc {accuracy}  {record['tokens_per_s']:,.0f} tok/s{dropped}"
-        f"  ETA {timedelta(seconds=round(left))}"
+        f"  ETA {timedelta(seconds=round(left))}  {shares}  {record['memory_mib']:,.0f} MiB"
     )
 
 

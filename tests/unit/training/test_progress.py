@@ -20,7 +20,12 @@ TRAIN: dict[str, Any] = {
     "step": 40,
     "loss": 2.5,
     "accuracy": [0.51, None],
+    "tokens": 12345,
     "tokens_per_s": 1234.5,
+    "data_s": 0.1,
+    "target_s": 3.0,
+    "draft_s": 6.5,
+    "memory_mib": 2345.6,
     "seconds_per_step": 2.0,
 }
 EVAL: dict[str, Any] = {"kind": "eval", "step": 40, "tau": 1.861, "alpha": [0.6, 0.5], "k": 2, "best": True}
@@ -37,7 +42,10 @@ def shown(*, terminal: bool) -> str:
 
 def test_plain_lines_where_there_is_no_terminal() -> None:
     first, second = shown(terminal=False).splitlines()
-    assert first == "step 40/100  loss 2.5000  acc 0.510 -  1,234 tok/s  ETA 0:02:00"
+    assert (
+        first
+        == "step 40/100  loss 2.5000  acc 0.510 -  1,234 tok/s  data 1%  target 30%  draft 65%  2,346 MiB  ETA 0:02:00"
+    )
     assert second == "step 40  acceptance length 1.861 at k=2 (by depth 0.60 0.50)  best so far"
 
 

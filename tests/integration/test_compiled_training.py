@@ -1,0 +1,97 @@
+"""`training.compile`: the losses of eager training, few graphs whatever the lengths of rows, the same names on disk."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo.utils
+
+from drafttrain.errors import EngineError
+from drafttrain.modeling.compiled import require_compiler
+from drafttrain.training.trainer import Trainer
+from tests.integration.test_train_invariants import make, run
+from tests.tiny_trainer import FAMILIES
+from tests.tiny_training import samples
+
+# An odd number: at the end of an epoch a row is alone.
+DATA = samples(25, shortest=6, longest=60)
+
+
+@pytest.fixture(autouse=True)
+def compiler() -> Iterator[None]:
+    try:
+        require_compiler(torch.device("cpu"))
+    except EngineError as error:
+        warnings.warn(f"NOTHING IS PROVEN of torch.compile: {error}", stacklevel=1)
+        pytest.skip(f"NOTHING IS PROVEN: {error}")
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+def both(folder: Path, family: str, **values: Any) -> tuple[Trainer, list[Any], list[Any]]:
+    """The compiled trainer, and the records with and without."""
+    options = {"max_steps": 16, "batch_rows": 2, "lr": 2e-3, **values}
+    eager = run(make(folder / "eager", family, DATA, **options))
+    trainer = make(folder / "compiled", family, DATA, compile=True, **options)
+    # Falling back would give the same losses, too.
+    with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
+        return trainer, run(trainer), eager
+
+
+def graphs() -> int:
+    """Compiled since the last reset."""
+    found: int = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_losses_are_those_of_eager_training(tmp_path: Path, family: str) -> None:
+    """fp32, within 1e-5 (sums in another order); rows of a dozen lengths, and of one and two rows."""
+    trainer, ours, theirs = both(tmp_path, family)
+    lengths = {
+        max(len(s.ids) for row in w.rows for s in row) for w, _ in zip(trainer.order.windows(), ours, strict=False)
+    }
+    assert len(lengths) >= 10
+    assert 0 < graphs() <= GRAPHS[family]
+    for mine, other in zip(ours, theirs, strict=True):
+        assert mine["loss"] == pytest.approx(other["loss"], rel=1e-5)
+        assert mine["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-3)
+    assert len({record["loss"] for record in ours}) == len(ours)
+    plain = make(tmp_path / "plain", family, DATA)
+    assert list(trainer.drafter.state_dict()) == list(plain.drafter.state_dict())
+    assert trainer.trained == plain.trained
+
+
+GRAPHS = {"eagle3": 8, "eagle1": 8, "medusa": 12, "draft_lm": 12}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    ("values", "tolerance"),
+    [({"precision": "bf16"}, 2e-2), ({"gradient_checkpointing": True}, 1e-5), ({"prefetch": 2}, 1e-5)],
+    ids=["bf16", "checkpointing", "prefetch"],
+)
+def test_it_goes_with_other_switches(tmp_path: Path, values: dict[str, Any], tolerance: float) -> None:
+    _, ours, theirs = both(tmp_path, "eagle3", max_steps=5, **values)
+    assert graphs() > 0
+    for mine, other in zip(ours, theirs, strict=True):
+        assert mine["loss"] == pytest.approx(other["loss"], rel=tolerance)
+
+
+def test_a_machine_without_a_compiler_is_told_before_anything_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv("CXX", raising=False)
+    with pytest.raises(EngineError, match=r"needs a C\+\+ compiler[^$]*leave it off"):
+        make(tmp_path, "eagle3", DATA, compile=True)
