@@ -33,7 +33,7 @@ def compile_parts(blocks: Sequence[nn.Module], norm: nn.Module) -> list[nn.Modul
         EngineError: no compiler for the device.
     """
     require_compiler(next(norm.parameters()).device)
-    _allow_recompiles()
+    _configure()
     found = [*(part for block in blocks for part in _parts(block)), norm]
     for part in found:
         part.forward = torch.compile(part.forward, dynamic=True)
@@ -43,15 +43,17 @@ def compile_parts(blocks: Sequence[nn.Module], norm: nn.Module) -> list[nn.Modul
 def compiled(function: Callable[P, R]) -> Callable[P, R]:
     """The function, fused. Sizes that changed once stay free from then on; those that never change are known to the
     compiler."""
-    _allow_recompiles()
+    _configure()
     found: Callable[P, R] = torch.compile(function)
     return found
 
 
-def _allow_recompiles() -> None:
+def _configure() -> None:
     from torch._dynamo import config  # seconds, which only those who compile wait for
 
     config.recompile_limit = max(config.recompile_limit, _RECOMPILES)
+    # DDP sends gradients as they come; parts this small have nothing to be split for that.
+    config.optimize_ddp = False
 
 
 def require_compiler(device: torch.device) -> None:

@@ -177,7 +177,7 @@ def _fit(
             report.say(f"resuming after step {trainer.state.step}")
         report.say(
             f"training {trainer.total_steps} steps on {ranks.count} process(es), {accelerator.device}, "
-            f"{trainer.strategy.name}"
+            f"{trainer.strategy.name}" + (f", {ahead} micro-batches ahead" if ahead else "")
         )
 
     def save(name: str, whole: Whole) -> None:
