@@ -72,7 +72,8 @@ class CudaSideStream(SideStream):
 
     def made(self) -> torch.cuda.Event:
         """See `SideStream`."""
-        return self._stream.record_event()
+        event: torch.cuda.Event = self._stream.record_event()
+        return event
 
     def hand_over(self, batch: DraftBatch, made: torch.cuda.Event | None) -> None:
         """See `SideStream`."""

@@ -99,7 +99,7 @@ def test_sigterm_ends_a_run_that_waits_for_a_server_and_the_run_goes_on(tmp_path
 
     with serving() as server:
         trainer.source = streamed(server.url)
-        records.on_record = _then(records.on_record, lambda record: record["step"] == 3 and server.stop())  # type: ignore[method-assign]
+        records.on_record = both_of(records.on_record, lambda record: record["step"] == 3 and server.stop())  # type: ignore[method-assign]
         result = trainer.fit([records])
     trainer.source.close()
     assert not result.finished and 3 <= result.state.step < 8
@@ -116,7 +116,7 @@ def test_sigterm_ends_a_run_that_waits_for_a_server_and_the_run_goes_on(tmp_path
         assert ours["loss"] == pytest.approx(theirs["loss"], rel=2e-4)
 
 
-def _then(first: Callable[[Any], None], second: Callable[[Any], object]) -> Callable[[Any], None]:
+def both_of(first: Callable[[Any], None], second: Callable[[Any], object]) -> Callable[[Any], None]:
     def both(value: Any) -> None:
         first(value)
         second(value)

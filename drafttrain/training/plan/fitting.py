@@ -58,8 +58,8 @@ def _placements(recipe: Recipe, ranks: int) -> Iterator[tuple[str | None, Recipe
     if placement == "zero3" and ranks == 1:
         yield "target.placement=whole", _placed(recipe, "whole")
     if placement == "whole" and ranks > 1 and recipe.features.source == "online":
-        words = "target.placement=zero3" + (" training.prefetch=null" if recipe.training.prefetch else "")
-        yield words, _with_training(_placed(recipe, "zero3"), prefetch=None)
+        name = "target.placement=zero3" + (" training.prefetch=null" if recipe.training.prefetch else "")
+        yield name, _with_training(_placed(recipe, "zero3"), prefetch=None)
     if placement != "elsewhere":
         words = ["target.placement=elsewhere", "evaluation.prompts=0"]
         if not recipe.features.served and recipe.features.source != "offline":
