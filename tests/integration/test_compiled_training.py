@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import warnings
 from collections.abc import Iterator
+from importlib.util import find_spec
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +18,12 @@ from drafttrain.errors import EngineError
 from drafttrain.modeling.compiled import require_compiler
 from drafttrain.training.trainer import Trainer
 from tests.integration.test_train_invariants import make, run
+from tests.launching import finish, start_ranks
+from tests.rank_worker import run_job
 from tests.tiny_trainer import FAMILIES
 from tests.tiny_training import samples
 
+STAGES = (0, 1, 2, 3)
 # An odd number: at the end of an epoch a row is alone.
 DATA = samples(25, shortest=6, longest=60)
 
@@ -57,9 +63,8 @@ def graphs() -> int:
 def test_losses_are_those_of_eager_training(tmp_path: Path, family: str) -> None:
     """fp32, within 1e-5 (sums in another order); rows of a dozen lengths, and of one and two rows."""
     trainer, ours, theirs = both(tmp_path, family)
-    lengths = {
-        max(len(s.ids) for row in w.rows for s in row) for w, _ in zip(trainer.order.windows(), ours, strict=False)
-    }
+    steps = islice(trainer.order.windows(), len(ours))
+    lengths = {max(len(sample.ids) for row in window.rows for sample in row) for window in steps}
     assert len(lengths) >= 10
     assert 0 < graphs() <= GRAPHS[family]
     for mine, other in zip(ours, theirs, strict=True):
@@ -86,6 +91,38 @@ def test_it_goes_with_other_switches(tmp_path: Path, values: dict[str, Any], tol
     assert graphs() > 0
     for mine, other in zip(ours, theirs, strict=True):
         assert mine["loss"] == pytest.approx(other["loss"], rel=tolerance)
+
+
+def jobs() -> list[dict[str, Any]]:
+    """Each strategy that goes with it, for a draft whose weights are handed to what is compiled, and for one whose
+    modules hold them."""
+    launches: list[tuple[Any, ...]] = [("replicated",), ("fsdp2",)]
+    launches += [("zero", stage) for stage in STAGES] if find_spec("deepspeed") else []
+    common = {"batch_rows": 2, "accumulation": 2, "max_steps": 6, "compile": True}
+    return [
+        {**common, "launch": launch, "family": family, "folder": f"{family}-{'-'.join(map(str, launch))}"}
+        for launch in launches
+        for family in ("eagle3", "draft_lm")
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_two_ranks_train_the_same_under_every_strategy(tmp_path: Path) -> None:
+    (tmp_path / "jobs.json").write_text(json.dumps(jobs()))
+    done = finish(start_ranks(["-m", "tests.rank_worker", f"{tmp_path}/jobs.json", f"{tmp_path}/out.json"], 2))
+    assert [status for status, _ in done] == [0, 0], "".join(output for _, output in done)
+    results = json.loads((tmp_path / "out.json").read_text())
+    for job, records in zip(jobs(), results, strict=True):
+        eager = {
+            **job,
+            "launch": ("replicated",),
+            "compile": False,
+            "folder": f"eager-{job['folder']}",
+            "batch_rows": 4,
+        }
+        for ours, theirs in zip(records, run_job(tmp_path, eager), strict=True):
+            assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-5), job["folder"]
 
 
 def test_a_machine_without_a_compiler_is_told_before_anything_runs(

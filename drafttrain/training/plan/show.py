@@ -6,6 +6,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from drafttrain.training.ahead import batches_ahead
 from drafttrain.training.launch import Launch
 from drafttrain.training.plan.layout import ALONE, LAUNCHES, PLACEMENTS, Layout
 from drafttrain.training.plan.plan import Plan
@@ -166,6 +167,8 @@ def _assumptions(plan: Plan) -> Text:
         "hours leave out collecting prompts, answers, measuring acceptance, checkpoints and waiting for data",
         "FLOPs count matrix products and causal attention within each document; all labels are sayable by the draft",
     ]
+    if plan.layout.placement == "whole" and plan.online and batches_ahead(recipe, hardware.is_cpu):
+        lines.append("target and draft are counted one after the other; that they overlap (training.prefetch) is not")
     if plan.gather_hours:
         lines.append(
             f"a rank receives {hardware.link / 1e9:,.0f} GB/s of a target in shards; nothing is computed meanwhile, "
