@@ -98,6 +98,12 @@ def check_against_recipe(launch: Launch, recipe: Recipe, environment: Mapping[st
             f"target.placement is zero3, which stands beside a draft under ZeRO-1 or ZeRO-2; the launch asks for "
             f"{launch.name}"
         )
+    if recipe.training.compile and launch == Launch("zero", 3):
+        raise UserError(
+            "does not go with ZeRO-3, whose hooks gather weights inside of what is compiled",
+            where="training.compile",
+            remedy="use recipes/accelerate/zero2.yaml or fsdp2.yaml, or leave it off",
+        )
     if problems:
         raise UserError(
             "; ".join(problems),

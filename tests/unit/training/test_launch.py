@@ -86,3 +86,11 @@ def test_a_target_in_shards_stands_beside_zero_1_and_2() -> None:
 @pytest.mark.parametrize(("trained", "bucket"), [(7, 8), (8, 8), (10**9, 50_000_000)])
 def test_buckets_are_no_larger_than_needed_and_even(trained: int, bucket: int) -> None:
     assert bucket_elements(trained) == bucket
+
+
+def test_compiled_training_and_zero_3_are_told_apart() -> None:
+    recipe = load_recipe("recipes/eagle3_qwen3_8b.yaml", ["training.compile=true"])
+    for launch in (Launch(), Launch("fsdp2"), Launch("zero", 2)):
+        check_against_recipe(launch, recipe, {})
+    with pytest.raises(UserError, match=r"training\.compile: does not go with ZeRO-3[^$]*leave it off"):
+        check_against_recipe(Launch("zero", 3), recipe, {})
