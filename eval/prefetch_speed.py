@@ -32,6 +32,7 @@ from store_speed import documents, forget
 from drafttrain.corpus.types import Sample
 from drafttrain.drafters.build import build_drafter, init_from_target
 from drafttrain.features.building import build_store, open_store
+from drafttrain.features.client import Wanted
 from drafttrain.features.config import FeaturesConfig
 from drafttrain.features.server import FeatureServer
 from drafttrain.features.sources import FeatureSource, StoredFeatures, taps_with_final
@@ -187,7 +188,7 @@ def main() -> int:
         config = FeaturesConfig(source="stream", urls=(url,))
 
         def streamed() -> FeatureSource:
-            return StreamedFeatures(config, TOKEN, spec, identity=target.identity, dtype=recipe.target.dtype)
+            return StreamedFeatures(config, TOKEN, Wanted(spec, target.identity, recipe.target.dtype))
 
         same = compare("server", run, streamed, args.ahead, args.repeats) and same
     return 0 if same else 1

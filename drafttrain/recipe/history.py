@@ -108,8 +108,6 @@ def _shapes(key: str) -> bool:
 def _differences(path: str, then: Any, now: Any) -> Iterator[tuple[str, Change]]:
     if isinstance(then, dict) and isinstance(now, dict):
         for name in dict.fromkeys([*then, *now]):
-            if name not in then and now[name] is False:
-                continue  # a switch that did not exist was off
             yield from _differences(f"{path}.{name}" if path else name, then.get(name), now.get(name))
     elif then != now:
         yield path, (then, now)

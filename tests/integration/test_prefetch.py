@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from drafttrain.errors import DataError
+from drafttrain.features.client import Wanted
 from drafttrain.features.config import FeaturesConfig
 from drafttrain.features.stream import StreamedFeatures
 from drafttrain.training.trainer import Trainer
@@ -180,9 +181,8 @@ def test_a_failure_of_the_draft_is_not_held_up_by_a_server_that_is_waited_for(tm
     said: list[str] = []
     with serving() as server:
         config = FeaturesConfig(source="stream", urls=(server.url,), on_loss="wait")
-        source = StreamedFeatures(
-            config, "token", trainer.drafter.feature_spec, identity=TARGET, dtype="float32", say=said.append
-        )
+        wanted = Wanted(trainer.drafter.feature_spec, TARGET, "float32", say=said.append)
+        source = StreamedFeatures(config, "token", wanted)
         trainer.source = source
 
         def break_off() -> None:
