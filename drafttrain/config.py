@@ -20,6 +20,11 @@ class Config(BaseModel):
     )
 
 
+def is_temperature(value: float) -> bool:
+    """Whether it is 0 (greedy), or high enough to sample at."""
+    return value == 0 or LEAST_TEMPERATURE <= value < float("inf")
+
+
 def _greedy_or_sampled(value: float) -> float:
     if 0 < value < LEAST_TEMPERATURE:
         raise ValueError(f"got {value:g}, must be 0 (greedy) or at least {LEAST_TEMPERATURE:g}")

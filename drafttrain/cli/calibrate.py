@@ -55,10 +55,10 @@ def run(arguments: argparse.Namespace) -> int:
     """Measure, write, say what was found."""
     from rich.console import Console
 
-    from drafttrain.config import LEAST_TEMPERATURE
+    from drafttrain.config import LEAST_TEMPERATURE, is_temperature
     from drafttrain.errors import UserError
 
-    if not (arguments.temperature == 0 or LEAST_TEMPERATURE <= arguments.temperature < float("inf")):
+    if not is_temperature(arguments.temperature):
         raise UserError(
             f"is {arguments.temperature}",
             where="--temperature",

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from drafttrain.config import LEAST_TEMPERATURE
+from drafttrain.config import LEAST_TEMPERATURE, is_temperature
 from drafttrain.errors import EngineError
 
 _TOP_P_WIDTH = 512
@@ -61,7 +61,7 @@ class SamplingParams:
     typical: Typical | None = None
 
     def __post_init__(self) -> None:
-        if not (self.temperature == 0 or LEAST_TEMPERATURE <= self.temperature < float("inf")):
+        if not is_temperature(self.temperature):
             raise EngineError(
                 f"temperature is {self.temperature}",
                 remedy=f"0 means greedy; otherwise it is at least {LEAST_TEMPERATURE:g}",

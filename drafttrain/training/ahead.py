@@ -19,6 +19,6 @@ def batches_ahead(recipe: Recipe, on_cpu: bool, placement: str | None = None) ->
         return _NONE  # forwards are made by all ranks together, in the order of the loop
     if recipe.training.prefetch is not None:
         return recipe.training.prefetch
-    if placement == "elsewhere" or recipe.features.source in ("offline", "stream"):
+    if placement == "elsewhere" or recipe.features.served or recipe.features.source == "offline":
         return _READ
     return _NONE if on_cpu else _BESIDE

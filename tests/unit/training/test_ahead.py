@@ -35,6 +35,7 @@ def recipe(*overrides: str) -> Recipe:
         (["features.source=hybrid"], 1, 0),
         (["features.source=offline"], 2, 2),
         (STREAM, 2, 2),
+        (["features.source=vllm", "features.urls=[http://a:1]", "features.exchange=/x"], 2, 2),
         (["features.source=online", "training.prefetch=0"], 0, 0),
         (["features.source=online", "training.prefetch=3"], 3, 3),
         ([*STREAM, "training.prefetch=0"], 0, 0),
