@@ -14,6 +14,7 @@ from drafttrain.errors import TargetError
 from drafttrain.modeling.attention import ATTENTION_NAME, register
 from drafttrain.modeling.compiled import compile_parts
 from drafttrain.modeling.course import Course, Courses
+from drafttrain.modeling.fused_block import fuse_blocks, unfuse_blocks
 from drafttrain.modeling.head import Head
 from drafttrain.modeling.kv_cache import StaticKVCache
 from drafttrain.modeling.taps import Tap
@@ -108,6 +109,8 @@ class CausalLM(nn.Module):
         version = sum(parameter._version for parameter in self.parameters())
         if version != self._prepared_version:
             pack_linears(self.body)
+            if not self._is_compiled:
+                fuse_blocks(list(self.layers))
             self._prepared_head = None
             self._prepared_head = self.head().prepared()
             self._prepared_version = version
@@ -119,6 +122,7 @@ class CausalLM(nn.Module):
             EngineError: no compiler for this device.
         """
         if not self._is_compiled:
+            unfuse_blocks(list(self.layers))
             compile_parts(list(self.layers), self.norm)
             self._is_compiled = True
 

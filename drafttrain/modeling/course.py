@@ -118,6 +118,7 @@ def _thinned(block: nn.Module, no_attention: bool, no_mlp: bool) -> nn.Module:
     if not (no_attention or no_mlp):
         return block
     thin = copy.copy(block)
+    thin.__dict__.pop("forward", None)  # a fused one runs all of the block
     modules = dict(block._modules)
     for name, leave_out, nothing in (("self_attn", no_attention, _NoAttention()), ("mlp", no_mlp, _NoMLP())):
         if leave_out:

@@ -52,6 +52,12 @@ def linear(x: Tensor, weight: Matrix, bias: Tensor | None = None) -> Tensor:
     return F.linear(x, weight, bias)
 
 
+def add_linear(x: Tensor, weight: PackedWeight, bias: Tensor | None, residual: Tensor) -> Tensor:
+    """residual [..., out] + x [..., in] W^T + b. The sum is rounded once. There is no gradient."""
+    out: Tensor = torch.ops.mkldnn._linear_pointwise.binary(x, residual, weight.blocked, bias, "add")
+    return out
+
+
 def pack_tree(weights: T) -> T:
     """A copy of nested tuples of tensors (named ones too) with every matrix packed that can be."""
     if isinstance(weights, Tensor):
@@ -72,6 +78,7 @@ def _available(dtype: torch.dtype) -> bool:
         with torch.inference_mode():
             blocked = torch.ops.mkldnn._reorder_linear_weight(weight, _ROWS)
             out = torch.ops.mkldnn._linear_pointwise(x, blocked, None, "none", [], "")
+            twice = torch.ops.mkldnn._linear_pointwise.binary(x, out, blocked, None, "add")
     except (AttributeError, RuntimeError, NotImplementedError):
         return False
-    return bool(torch.equal(out, x))
+    return bool(torch.equal(out, x) and torch.equal(twice, x + x))

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from drafttrain.ops.packed_linear.dispatch import PackedWeight, linear, pack
+from drafttrain.ops.packed_linear.dispatch import PackedWeight, add_linear, linear, pack
 
 # Children of one module that read the same input: one product for all of them costs less than one each.
 _TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
@@ -23,7 +23,7 @@ def pack_linears(module: nn.Module) -> None:
         packed = pack(torch.cat([child.weight.detach() for child in group]) if len(group) > 1 else group[0].weight)
         if packed is None:
             continue
-        joint = _Joint(group, packed)
+        joint = PackedProduct(group, packed)
         for index, child in enumerate(group):
             child.forward = _PackedForward(child, joint, index)  # type: ignore[assignment,method-assign]
 
@@ -31,6 +31,19 @@ def pack_linears(module: nn.Module) -> None:
 def is_packed(module: nn.Module) -> bool:
     """Whether `pack_linears` has been at this module itself."""
     return isinstance(module.forward, _PackedForward)
+
+
+def packed_product(module: nn.Module, modules: int = 1) -> PackedProduct | None:
+    """The product that `pack_linears` made for this module, if it is one of `modules` in it, the first."""
+    forward = module.forward
+    if not isinstance(forward, _PackedForward) or forward.index or forward.joint.modules != modules:
+        return None
+    return forward.joint
+
+
+def linear_add(x: Tensor, product: PackedProduct, residual: Tensor) -> Tensor:
+    """residual [..., out] + the product of x [..., in]; the sum is rounded once."""
+    return add_linear(x, product.packed, product.bias, residual)
 
 
 def _groups(module: nn.Module) -> Iterator[list[nn.Linear]]:
@@ -51,23 +64,33 @@ def _kind(module: nn.Linear) -> tuple[int, torch.dtype, torch.device, bool]:
     return module.in_features, weight.dtype, weight.device, module.bias is not None
 
 
-class _Joint:
+class PackedProduct:
     """The products of modules that read one input, made when the first is asked for."""
 
     def __init__(self, modules: Sequence[nn.Linear], packed: PackedWeight) -> None:
-        self.packed = packed
+        self.packed, self.modules = packed, len(modules)
         biases = [module.bias.detach() for module in modules if module.bias is not None]
-        self._bias = torch.cat(biases) if biases else None
+        self.bias = torch.cat(biases) if biases else None
         self._sizes = [module.out_features for module in modules]
         self._last: tuple[Tensor, Sequence[Tensor]] | None = None
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of weights and inputs."""
+        return self.packed.dtype
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [..., in] -> the outputs of all modules behind each other [..., sum of out]."""
+        return linear(x, self.packed, self.bias)
+
     def part(self, x: Tensor, index: int) -> Tensor:
+        """The output [..., out] of one of the modules."""
         if len(self._sizes) == 1:
-            return linear(x, self.packed, self._bias)
+            return self(x)
         # One read and one write of the attribute: another thread's input is never taken for this one.
         last = self._last
         if last is None or last[0] is not x:
-            last = x, linear(x, self.packed, self._bias).split(self._sizes, -1)
+            last = x, self(x).split(self._sizes, -1)
         self._last = last if index < len(self._sizes) - 1 else None
         return last[1][index]
 
@@ -75,7 +98,7 @@ class _Joint:
 class _PackedForward:
     """In place of `nn.Linear.forward`."""
 
-    def __init__(self, module: nn.Linear, joint: _Joint, index: int) -> None:
+    def __init__(self, module: nn.Linear, joint: PackedProduct, index: int) -> None:
         self.module, self.joint, self.index = module, joint, index
 
     def __call__(self, x: Tensor) -> Tensor:
