@@ -196,6 +196,15 @@ def token_counts(samples: Iterable[Sample], vocab_size: int) -> torch.Tensor:
     return torch.from_numpy(counts)
 
 
+def answer_counts(
+    conversations: Iterable[Conversation], chat: ChatRenderer, *, max_length: int, vocab_size: int
+) -> torch.Tensor:
+    """int64 [vocab_size]: how often each token is said in the answers of a few conversations. Nothing is stored."""
+    outcomes = (chat.samples(conversation, max_length) for conversation in conversations)
+    found = (outcome for outcome in outcomes if not isinstance(outcome, Reject))
+    return token_counts((sample for samples in found for sample in samples), vocab_size)
+
+
 def _load(folder: Path, key: str) -> Corpus | None:
     if not folder.is_dir():
         return None

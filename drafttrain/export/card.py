@@ -113,6 +113,7 @@ def _trained(ir: DraftIR) -> str:
         "taps": ", ".join(str(tap) for tap in ir.taps) or None,
         "draft vocabulary": f"{ir.vocab_map.size} of {ir.vocab_map.vocab_size} tokens",
         "share of training labels in it": _percent(source.get("coverage")),
+        "share of held-out answers in it": _percent(source.get("held_out_coverage")),
         "parameters": f"{sum(t.numel() for t in ir.tensors.values()):,}, {str(ir.dtype).removeprefix('torch.')}",
         "data": ", ".join(f"{name} (SHA-256 {_short(digest)})" for name, digest in (source.get("data") or {}).items()),
         "processes": source.get("world_size"),

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from drafttrain.corpus.chat import ChatRenderer
-from drafttrain.corpus.dataset import Corpus, build_corpus, split_held_out, token_counts
+from drafttrain.corpus.dataset import Corpus, answer_counts, build_corpus, split_held_out, token_counts
 from drafttrain.corpus.samples import lengths_of
 from drafttrain.corpus.types import Conversation, Sample
 from drafttrain.drafters.base import Drafter
@@ -75,6 +75,7 @@ class RunParts:
         held_out: token ids of prompts that are not trained on, at most `evaluation.prompts`.
         stop_ids: tokens that end an answer.
         coverage: share of the labels that the draft vocabulary can say.
+        held_out_coverage: the same of the answers that were held out; None where there are none.
         data: name -> SHA-256 of the files that the data came from.
     """
 
@@ -86,6 +87,7 @@ class RunParts:
     held_out: list[list[int]]
     stop_ids: frozenset[int]
     coverage: float
+    held_out_coverage: float | None
     data: dict[str, str]
 
     def fingerprint(self) -> dict[str, Any]:
@@ -118,9 +120,11 @@ def build_run(
     corpus, held_out = data_first(lambda: prepare_corpus(recipe, target, chat, report))
     drafter, coverage = prepare_drafter(recipe, target, chat, corpus.samples)
     trainable = sum(p.numel() for p in drafter.parameters() if p.requires_grad)
+    unseen = _held_out_coverage(recipe, drafter, chat, held_out)
     report.say(
         f"draft: {drafter.family}, {trainable / 1e6:.1f} M trainable parameters, draft vocabulary "
         f"{drafter.vocab_map.size} of {drafter.vocab_map.vocab_size} covers {coverage:.2%} of the labels"
+        + ("" if unseen is None else f", {unseen:.2%} of the answers held out")
     )
     return RunParts(
         target=target,
@@ -131,6 +135,7 @@ def build_run(
         held_out=[chat.prompt_ids(*_first_prompt(item)) for item in held_out[: recipe.evaluation.prompts]],
         stop_ids=chat.stop_ids,
         coverage=coverage,
+        held_out_coverage=unseen,
         data=data_hashes(recipe),
     )
 
@@ -230,6 +235,15 @@ def prepare_drafter(
     except ValueError as error:
         raise RecipeError(str(error), where="drafter") from None
     return drafter, drafter.vocab_map.to("cpu").coverage(counts)
+
+
+def _held_out_coverage(
+    recipe: Recipe, drafter: Drafter, chat: ChatRenderer, held_out: Sequence[Conversation]
+) -> float | None:
+    """What the vocabulary is worth on text that it was not chosen by: a token outside it is a sure rejection."""
+    vocab = drafter.vocab_map.to("cpu")
+    counts = answer_counts(held_out, chat, max_length=recipe.data.max_length, vocab_size=vocab.vocab_size)
+    return vocab.coverage(counts) if bool(counts.any()) else None
 
 
 def _fresh_map(

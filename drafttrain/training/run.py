@@ -193,6 +193,7 @@ def _fit(
                 "recipe": recipe.name,
                 "step": trainer.state.step,
                 "coverage": parts.coverage,
+                "held_out_coverage": parts.held_out_coverage,
             },
             replace=True,
         )

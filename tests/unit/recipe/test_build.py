@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -51,3 +52,33 @@ def test_special_tokens_are_in_the_draft_vocabulary_and_padding_never(
         assert parts.coverage == pytest.approx(sum(float(counts[token]) for token in chosen) / float(counts.sum()))
         assert f"covers {parts.coverage:.2%} of the labels" in said.lines[-1]
         assert (parts.coverage == 1.0) == (size is None)
+
+
+def test_the_vocabulary_is_judged_by_answers_that_it_was_not_chosen_by(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DRAFTTRAIN_CACHE", str(tmp_path / "cache"))
+    world, said = make_world(tmp_path), Said()
+    # No more than the template's tokens and a few: most answers have words outside.
+    drafter = {"family": "eagle3", "draft_vocab_size": 12, "depth": 3}
+    parts = build_run(load_recipe(recipe(world, tmp_path / "run", drafter=drafter)), said)
+    trained = {sample.id for sample in parts.corpus.samples}
+    answers = {
+        item["id"]: item["messages"][1]["content"]
+        for item in map(json.loads, (world / "conversations.jsonl").read_text().splitlines())
+    }
+    held_out = [text for name, text in answers.items() if name not in trained]
+    assert len(held_out) == 4
+    tokenizer = parts.target.tokenizer
+    # The target itself says an answer's first token.
+    said_by_draft = [
+        token
+        for text in held_out
+        for token in [*tokenizer(text, add_special_tokens=False).input_ids, tokenizer.eos_token_id][1:]
+    ]
+    inside = [int(parts.drafter.vocab_map.to_draft[token]) >= 0 for token in said_by_draft]
+    assert parts.held_out_coverage == pytest.approx(sum(inside) / len(inside))
+    assert 0 < parts.held_out_coverage < 1
+    assert f"{parts.held_out_coverage:.2%} of the answers held out" in said.lines[-1]
+    nothing = {"evaluation": {"prompts": 0}, "data": {"held_out": 0}}
+    assert build_run(load_recipe(recipe(world, tmp_path / "none", **nothing)), said).held_out_coverage is None
