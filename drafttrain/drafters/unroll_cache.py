@@ -26,5 +26,6 @@ class UnrollCache:
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         """q [B, Hq, T, D], k and v [B, Hkv, T, D] -> [B, Hq, T, D]."""
         self._k[layer].append(k)
-        self._v[layer].append(v)
+        # As a view it would keep the product that it was cut from, of which q and k have copies.
+        self._v[layer].append(v.contiguous())
         return ttt_attention(q, self._k[layer], self._v[layer], self._segments, scale)

@@ -12,17 +12,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from drafttrain.ops.recompute import rms_norm
+
 _SCALED_FROM_PRETRAINING = ("llama3", "yarn", "longrope")
-
-
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x / rms(x) * weight over the last dimension, statistics in fp32, result in x's dtype."""
-    return F.rms_norm(x, (x.shape[-1],), weight, eps)
 
 
 class RMSNorm(nn.Module):

@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from drafttrain.modeling.attention import attend
-from drafttrain.modeling.blocks import rms_norm
 from drafttrain.ops.packed_linear import PackedProduct, linear_add, packed_product
+from drafttrain.ops.recompute import rms_norm
 
 # Blocks of transformers whose whole computation is the one here.
 _KNOWN = frozenset(

@@ -14,12 +14,13 @@ from drafttrain.drafters.eagle.base import EagleDrafter
 from drafttrain.drafters.eagle.config import Eagle3Config
 from drafttrain.drafters.eagle.initialise import initialise, layer_from_block, norm_weight
 from drafttrain.drafters.eagle.layer import EagleLayer, LayerWeights
-from drafttrain.modeling.blocks import RMSNorm, rms_norm
+from drafttrain.modeling.blocks import RMSNorm
 from drafttrain.modeling.causal_lm import CausalLM
 from drafttrain.modeling.head import Head
 from drafttrain.modeling.taps import FeatureSpec
 from drafttrain.modeling.vocab_map import VocabMap
 from drafttrain.ops.packed_linear import Matrix, linear
+from drafttrain.ops.recompute import normed_linear, rms_norm
 
 
 class Eagle3Weights(NamedTuple):
@@ -164,8 +165,8 @@ class Eagle3Drafter(EagleDrafter[Eagle3Weights]):
         """Norms where switched on, then fc."""
         eps = self.arch.rms_norm_eps
         if self.input_norm is not None:
-            features = rms_norm(features, weights.fc_norms[0], eps)
-        elif weights.fc_norms:
+            return normed_linear(features, weights.fc_norms[0], eps, weights.fc)[1]
+        if weights.fc_norms:
             parts = features.chunk(len(weights.fc_norms), dim=-1)
             normed = [rms_norm(part, norm, eps) for part, norm in zip(parts, weights.fc_norms, strict=True)]
             features = torch.cat(normed, dim=-1)

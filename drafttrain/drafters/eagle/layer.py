@@ -10,15 +10,15 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from drafttrain.drafters.arch import DraftArch
 from drafttrain.drafters.base import DraftCache
-from drafttrain.modeling.blocks import GatedMLP, RMSNorm, SelfAttention, rms_norm
+from drafttrain.modeling.blocks import GatedMLP, RMSNorm, SelfAttention
 from drafttrain.modeling.compiled import compiled
 from drafttrain.ops.packed_linear import Matrix, linear
+from drafttrain.ops.recompute import gated_linear, normed_linear
 
 
 class LayerWeights(NamedTuple):
@@ -102,7 +102,7 @@ class EagleLayer(nn.Module):
         """The part of q, k, v that comes from the embedding [B, T, Ht] -> [B, T, (Hq + 2 Hkv) * D]."""
         if weights.qkv_embedding is None or weights.embedding_norm is None:
             return None
-        return linear(rms_norm(embedding, weights.embedding_norm, self.eps), weights.qkv_embedding)
+        return normed_linear(embedding, weights.embedding_norm, self.eps, weights.qkv_embedding)[1]
 
     def run(
         self,
@@ -137,13 +137,15 @@ class EagleLayer(nn.Module):
     def _before(
         self, weights: LayerWeights, state: Tensor, from_embedding: Tensor | None, cos: Tensor, sin: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        normed = state if weights.state_norm is None else rms_norm(state, weights.state_norm, self.eps)
-        qkv = linear(normed, weights.qkv)
+        if weights.state_norm is None:
+            normed, qkv = state, linear(state, weights.qkv)
+        else:
+            normed, qkv = normed_linear(state, weights.state_norm, self.eps, weights.qkv)
         if from_embedding is not None:
             qkv = qkv + from_embedding
         return (normed if self.norm_before_residual else state, *self.self_attn.split(qkv, cos, sin))
 
     def _after(self, weights: LayerWeights, residual: Tensor, attended: Tensor) -> Tensor:
         state = residual + linear(attended.transpose(1, 2).flatten(2), weights.o)
-        gate, up = linear(rms_norm(state, weights.post_norm, self.eps), weights.gate_up).chunk(2, dim=-1)
-        return state + linear(F.silu(gate) * up, weights.down)
+        _, gate_up = normed_linear(state, weights.post_norm, self.eps, weights.gate_up)
+        return state + gated_linear(gate_up, weights.down)

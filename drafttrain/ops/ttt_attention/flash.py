@@ -142,7 +142,8 @@ class _Merged(torch.autograd.Function):
             merged = _grouped(out_0, ks[0]).to(wide) * (_grouped(lse_0, ks[0]) - lse_BHGT).exp_()[..., None]
             for step, v in enumerate(vs[1:]):
                 merged.addcmul_(weights[..., step, None], _key(v, wide))
-            out, lse = merged.flatten(1, 2).to(q.dtype), lse_BHGT.flatten(1, 2)
+            out, lse = merged.flatten(1, 2), lse_BHGT.flatten(1, 2)
+        out = _side_by_side(out, q.dtype)
         ctx.kernel, ctx.scale = kernel, scale
         ctx.save_for_backward(q, out, lse, *keys_values)
         return out
@@ -170,6 +171,13 @@ class _Merged(torch.autograd.Function):
                 grad_vs.append((p[..., None] * grad_BHGTD).sum(2).to(v.dtype))
             grad_q = total.flatten(1, 2).to(q.dtype)
         return None, None, grad_q, *grad_ks, *grad_vs
+
+
+def _side_by_side(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """[B, H, T, D] in `dtype`, with the heads of a slot beside each other in memory: the product that follows reads them
+    so, and keeps no copy of its own."""
+    n_rows, heads, length, width = x.shape
+    return x.new_empty(n_rows, length, heads, width, dtype=dtype).transpose(1, 2).copy_(x)
 
 
 def _grouped(x: Tensor, k: Tensor) -> Tensor:

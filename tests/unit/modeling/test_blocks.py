@@ -14,7 +14,8 @@ from transformers.models.llama.modeling_llama import (
     apply_rotary_pos_emb,
 )
 
-from drafttrain.modeling.blocks import RMSNorm, Rotary, rms_norm, rope_parameters_of, rotate
+from drafttrain.modeling.blocks import RMSNorm, Rotary, rope_parameters_of, rotate
+from drafttrain.ops.recompute import rms_norm
 from tests.support import KINDS, tiny_hf
 
 SCALINGS: dict[str, dict[str, Any]] = {
