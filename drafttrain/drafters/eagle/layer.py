@@ -130,9 +130,9 @@ class EagleLayer(nn.Module):
         residual, q, k, v = before
         attended = cache.attend(index, q, k, v, self.self_attn.scale)
         if recompute:
-            after: Tensor = checkpoint(self._after, weights, residual, attended, use_reentrant=False)
+            after: Tensor = checkpoint(self._after, weights, residual, attended, recompute, use_reentrant=False)
             return after
-        return self._after(weights, residual, attended)
+        return self._after(weights, residual, attended, recompute)
 
     def _before(
         self, weights: LayerWeights, state: Tensor, from_embedding: Tensor | None, cos: Tensor, sin: Tensor
@@ -145,7 +145,7 @@ class EagleLayer(nn.Module):
             qkv = qkv + from_embedding
         return (normed if self.norm_before_residual else state, *self.self_attn.split(qkv, cos, sin))
 
-    def _after(self, weights: LayerWeights, residual: Tensor, attended: Tensor) -> Tensor:
+    def _after(self, weights: LayerWeights, residual: Tensor, attended: Tensor, checkpointed: bool) -> Tensor:
         state = residual + linear(attended.transpose(1, 2).flatten(2), weights.o)
         _, gate_up = normed_linear(state, weights.post_norm, self.eps, weights.gate_up)
-        return state + gated_linear(gate_up, weights.down)
+        return state + gated_linear(gate_up, weights.down, checkpointed=checkpointed)

@@ -13,17 +13,19 @@ from drafttrain.ops.packed_linear import Matrix, PackedWeight, linear
 from drafttrain.ops.recompute.norm import plain
 
 
-def gated_linear(gate_up: Tensor, weight: Matrix) -> Tensor:
+def gated_linear(gate_up: Tensor, weight: Matrix, *, checkpointed: bool = False) -> Tensor:
     """(silu(gate) * up) W^T; keeps gate and up, and neither of the two products.
 
     Args:
         gate_up: [..., 2 I], the gate before what it gates.
         weight: W [out, I], in the same dtype.
+        checkpointed: it stands last in what gradient checkpointing computes again. Then the products are kept after
+            all, for as long as that takes: torch stops at the last tensor that is kept, which saves the product with W.
 
     Returns:
         [..., out].
     """
-    if isinstance(weight, PackedWeight) or plain():
+    if isinstance(weight, PackedWeight) or checkpointed or plain():
         gate, up = gate_up.chunk(2, dim=-1)
         return linear(F.silu(gate) * up, weight)
     out: Tensor = _GatedLinear.apply(gate_up, weight)  # type: ignore[no-untyped-call]

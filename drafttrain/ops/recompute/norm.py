@@ -89,15 +89,17 @@ class _NormedLinear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_normed: Tensor | None, grad_out: Tensor | None) -> Any:
         x, norm_weight, weight = ctx.saved_tensors
+        x_wanted, norm_wanted, _, weight_wanted = ctx.needs_input_grad
         grad, grad_weight = grad_normed, None
+        if grad_out is not None and weight_wanted:
+            grad_weight = grad_out.flatten(0, -2).t() @ _norm(x, norm_weight, ctx.eps).flatten(0, -2)
+        if not (x_wanted or norm_wanted):
+            return None, None, None, grad_weight
         if grad_out is not None:
-            if ctx.needs_input_grad[3]:
-                grad_weight = grad_out.flatten(0, -2).t() @ _norm(x, norm_weight, ctx.eps).flatten(0, -2)
-            grad = grad_out @ weight
-            if grad_normed is not None:
-                grad.add_(grad_normed)
+            through = grad_out @ weight
+            grad = through if grad is None else through.add_(grad)
         if grad is None:
-            return None, None, None, None
+            return None, None, None, grad_weight
         return *_norm_backward(grad, x, norm_weight, ctx.eps), None, grad_weight
 
 

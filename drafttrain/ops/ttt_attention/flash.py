@@ -174,8 +174,10 @@ class _Merged(torch.autograd.Function):
 
 
 def _side_by_side(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """[B, H, T, D] in `dtype`, with the heads of a slot beside each other in memory: the product that follows reads them
-    so, and keeps no copy of its own."""
+    """[B, H, T, D] in `dtype`, the heads of a slot beside each other in memory: the product that follows reads them so,
+    and keeps no copy of its own."""
+    if x.dtype == dtype and x.transpose(1, 2).is_contiguous():
+        return x
     n_rows, heads, length, width = x.shape
     return x.new_empty(n_rows, length, heads, width, dtype=dtype).transpose(1, 2).copy_(x)
 

@@ -1,7 +1,7 @@
 """What a draft's forward leaves for its backward, in bytes a slot of a row, counted from the code of the drafts.
 
-A GPU's norm is one kernel that keeps its input; on a CPU it is made of several, which keep the input and the normed
-state in fp32. H hidden, q and kv widths of all query and of all key heads, i inner width, K depths, u bytes an element.
+EAGLE's layers keep the inputs of norms and of the gated product, and compute both again (`ops/recompute`). H hidden, q
+and kv widths of all query and of all key heads, i inner width, K depths, u bytes an element.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ class Widths:
         hidden, q, kv, inner: H, q, kv, i.
         head: of one head.
         u: bytes an element.
-        on_cpu: where it runs.
     """
 
     hidden: int
@@ -34,26 +33,16 @@ class Widths:
     inner: int
     head: int
     u: int
-    on_cpu: bool
-
-    def norm(self, size: int) -> int:
-        """Of a norm over `size`, its input included, its result not."""
-        return 8 * size if self.on_cpu else self.u * size
-
-    @property
-    def shared(self) -> int:
-        """Of a state that two norms read, the second time."""
-        return self.u * self.hidden if self.u == 4 or not self.on_cpu else 0
 
     @property
     def attention(self) -> int:
-        """Rotated q and k, what v is a view of, what was attended, its log-sum-exp, cos and sin."""
-        return self.u * (3 * self.kv + 3 * self.q + self.head) + 4 * self.q // self.head
+        """Rotated q and k, v, what was attended, its log-sum-exp, cos and sin."""
+        return self.u * (2 * self.kv + 2 * self.q + self.head) + 4 * self.q // self.head
 
     @property
     def behind(self) -> int:
-        """What follows on the attention: the heads side by side, a norm and its result, gate, up and two products."""
-        return self.u * (self.q + self.hidden + 4 * self.inner) + self.norm(self.hidden)
+        """What follows on the attention: the state that is normed, gate and up."""
+        return self.u * (self.hidden + 2 * self.inner)
 
 
 @dataclass(frozen=True)
@@ -71,20 +60,20 @@ class Kept:
     again: int = 0
 
 
-def widths_of(drafter: Drafter, u: int, on_cpu: bool) -> Widths:
+def widths_of(drafter: Drafter, u: int) -> Widths:
     """Of the layers of an EAGLE draft or a draft LM."""
     if isinstance(drafter, DraftLM):
         text: Any = drafter.lm.config
         dim, heads = head_dim(text), kv_heads_of(text)
         q, inner = text.num_attention_heads * dim, text.intermediate_size
-        return Widths(text.hidden_size, q, heads * dim, inner, dim, u, on_cpu)
+        return Widths(text.hidden_size, q, heads * dim, inner, dim, u)
     assert isinstance(drafter, EagleDrafter)
     arch = drafter.arch
     q, kv = arch.num_heads * arch.head_dim, arch.num_kv_heads * arch.head_dim
-    return Widths(arch.hidden_size, q, kv, arch.intermediate_size, arch.head_dim, u, on_cpu)
+    return Widths(arch.hidden_size, q, kv, arch.intermediate_size, arch.head_dim, u)
 
 
-def kept_bytes(drafter: Drafter, u: int, recompute: bool, on_cpu: bool) -> Kept:
+def kept_bytes(drafter: Drafter, u: int, recompute: bool) -> Kept:
     """What a draft keeps of a micro-batch, a slot.
 
     Args:
@@ -95,27 +84,31 @@ def kept_bytes(drafter: Drafter, u: int, recompute: bool, on_cpu: bool) -> Kept:
         heads, layers = drafter.config.num_heads, drafter.config.num_layers
         hidden = u * drafter.arch.target_hidden_size
         return Kept(heads * (2 * layers - 1) * hidden, heads * hidden)
-    widths = widths_of(drafter, u, on_cpu)
+    widths = widths_of(drafter, u)
     if isinstance(drafter, DraftLM):
         return _draft_lm(drafter, widths, recompute)
     assert isinstance(drafter, EagleDrafter)
     depths, hidden, target = drafter.max_depth, u * widths.hidden, u * drafter.arch.target_hidden_size
+    readouts = depths * hidden
     if isinstance(drafter, Eagle1Drafter):
         # fc reads the embedding once, and at each depth a state; the layer reads what it gives.
-        once, outside, before = target, hidden, hidden
+        once, outside = target, hidden
     else:
         taps = len(drafter.feature_spec.taps)
-        # fc reads the taps side by side, the layer the normed embedding and at each depth a normed state.
-        once = (taps * target if taps > 1 else 0) + target + (4 if widths.on_cpu else u) * widths.hidden + widths.shared
-        if widths.on_cpu and (drafter.config.fc_norm or drafter.config.norm_before_fc):
-            once += 4 * taps * drafter.arch.target_hidden_size
-        before = widths.norm(widths.hidden) + hidden
-        # A readout's norm reads the state that the next depth reads.
-        outside = widths.norm(widths.hidden) - widths.shared
+        # fc reads the taps side by side, the layer the embedding and at each depth a state.
+        once = (taps * target if taps > 1 else 0) + target
+        once += taps * target if drafter.config.fc_norm else 0
         once += u * (widths.q + 2 * widths.kv) if recompute else 0
-    layer = widths.attention + (hidden if recompute else before + widths.behind)
-    again = before + widths.behind if recompute else 0
-    return Kept(once + depths * (drafter.n_layers * layer + outside), depths * hidden, again)
+        # A readout's norm reads the state that the next depth reads, or the next depth reads the readout.
+        outside = hidden if drafter.config.norm_output else 0
+        once += hidden - outside
+        readouts = hidden if drafter.config.norm_output else readouts
+        # What is handed from one part that is computed again to the other is kept.
+        outside += hidden if recompute and drafter.config.norm_before_residual else 0
+    layer = widths.attention + hidden + (0 if recompute else widths.behind)
+    # What is gated, too, is kept while a layer is computed again.
+    again = widths.behind + 2 * u * widths.inner if recompute else 0
+    return Kept(once + depths * (drafter.n_layers * layer + outside), readouts, again)
 
 
 def _draft_lm(drafter: DraftLM, widths: Widths, recompute: bool) -> Kept:

@@ -173,7 +173,7 @@ def _batch_items(recipe: Recipe, drafter: Drafter, target: Any, layout: Layout, 
     text: Any = target.config.get_text_config()
     tokens = training.batch_rows * training.row_length
     taps = len(taps_with_final(drafter.feature_spec))
-    kept = kept_bytes(drafter, unit, training.gradient_checkpointing, on_cpu)
+    kept = kept_bytes(drafter, unit, training.gradient_checkpointing)
     features = tokens * taps * text.hidden_size
     ahead = batches_ahead(recipe, on_cpu, layout.placement)
     if layout.placement != "elsewhere" and recipe.features.source in ("online", "hybrid"):

@@ -44,6 +44,7 @@ DRAFTS: dict[str, DrafterConfig] = {
     "eagle3": Eagle3Config(draft_vocab_size=30, depth=3),
     "eagle3-kept-head": Eagle3Config(depth=2, train_head=False),
     "eagle3-norms": Eagle3Config(depth=2, fc_norm=True, num_layers=2),
+    "eagle3.1": Eagle3Config(depth=3, norm_before_fc=True, norm_output=True, norm_before_residual=True),
     "eagle1": Eagle1Config(depth=1),
     "hass": Eagle1Config(depth=3),
     "hass-attached": Eagle1Config(depth=2, detach=False),
@@ -161,7 +162,7 @@ def test_activations_are_of_the_size_that_the_backward_keeps(name: str, recomput
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         outputs = draft.unroll(batch, draft.max_depth)
-    predicted = kept_bytes(draft, 4, recompute, on_cpu=True).kept * LENGTH
+    predicted = kept_bytes(draft, 4, recompute).kept * LENGTH
     assert len(outputs) == draft.max_depth
     if name.endswith("lora"):
         # Frozen weights need less; what they keep is not told apart.
