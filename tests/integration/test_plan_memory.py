@@ -87,8 +87,7 @@ ONE_RANK: dict[str, tuple[str, dict[str, Any]]] = {
     "eagle3, bf16": ("eagle3", {"precision": "bf16"}),
     "eagle3, checkpointing": ("eagle3", {"gradient_checkpointing": True}),
     "eagle3, accumulation": ("eagle3", {"batch_rows": 1, "accumulation": 4}),
-    # As many steps as it takes to have both ahead, and the target's forward at the height of the draft's.
-    "eagle3, prefetch": ("eagle3", {"prefetch": 2, "max_steps": 8}),
+    "eagle3, prefetch": ("eagle3", {"prefetch": 2}),
     "eagle1": ("eagle1", {}),
     "medusa": ("medusa", {}),
     "draft_lm": ("draft_lm", {}),
