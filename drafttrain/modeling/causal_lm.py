@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -21,6 +22,18 @@ from drafttrain.modeling.taps import Tap
 from drafttrain.ops.packed_linear import pack_linears
 
 C = TypeVar("C", bound=StaticKVCache)
+
+
+@dataclass
+class _Tapping:
+    """The states that a forward is asked for, and those found so far."""
+
+    wanted: frozenset[Tap]
+    found: dict[Tap, Tensor] = field(default_factory=dict)
+
+
+# Of the forward that this thread runs: another thread may run one of the same model.
+_TAPPING: ContextVar[_Tapping | None] = ContextVar("tapping", default=None)
 
 
 @dataclass
@@ -57,8 +70,6 @@ class CausalLM(nn.Module):
         self._prepared_head: Head | None = None
         self._prepared_version = -1
         self._is_compiled = False
-        self._captured: dict[Tap, Tensor] = {}
-        self._wanted: frozenset[Tap] = frozenset()
         self.courses = Courses(body)
         self._install_taps()
         self._check_no_sinks()
@@ -169,7 +180,7 @@ class CausalLM(nn.Module):
         course: Course | None = None,
         states: Tensor | None = None,
     ) -> CausalLMOutput:
-        """Run the body.
+        """Run the body. Several threads may at once, as long as no course is given.
 
         Args:
             ids: int64 [B, T].
@@ -187,7 +198,8 @@ class CausalLM(nn.Module):
         if cache is not None:
             kwargs[self._cache_argument] = cache
         mask = self._masks(ids.shape[1], cache, ids.device)
-        self._captured, self._wanted = {}, frozenset(taps)
+        tapping = _Tapping(frozenset(taps))
+        before = _TAPPING.set(tapping)
         try:
             with self.courses.on(course, states):
                 output = self.body(
@@ -197,13 +209,12 @@ class CausalLM(nn.Module):
                     use_cache=cache is not None,
                     **kwargs,
                 )
-            captured = self._captured
         finally:
-            self._captured, self._wanted = {}, frozenset()
+            _TAPPING.reset(before)
         final = output.last_hidden_state
-        if Tap.final in frozenset(taps):
-            captured[Tap.final] = final
-        return CausalLMOutput(final, captured)
+        if Tap.final in tapping.wanted:
+            tapping.found[Tap.final] = final
+        return CausalLMOutput(final, tapping.found)
 
     def _masks(self, n_new: int, cache: StaticKVCache | None, device: torch.device) -> Any:
         """What the body takes as attention_mask: one 4D mask, or one a layer type where layers differ."""
@@ -226,8 +237,9 @@ class CausalLM(nn.Module):
             tap = Tap.block(index)
 
             def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-                if tap in self._wanted:
-                    self._captured[tap] = args[0] if args else kwargs["hidden_states"]
+                tapping = _TAPPING.get()
+                if tapping is not None and tap in tapping.wanted:
+                    tapping.found[tap] = args[0] if args else kwargs["hidden_states"]
 
             return hook
 
@@ -235,8 +247,9 @@ class CausalLM(nn.Module):
             layer.register_forward_pre_hook(before_block(index), with_kwargs=True)
 
         def before_norm(_: nn.Module, args: tuple[Any, ...]) -> None:
-            if Tap.pre_norm in self._wanted:
-                self._captured[Tap.pre_norm] = args[0]
+            tapping = _TAPPING.get()
+            if tapping is not None and Tap.pre_norm in tapping.wanted:
+                tapping.found[Tap.pre_norm] = args[0]
 
         self.norm.register_forward_pre_hook(before_norm)
 

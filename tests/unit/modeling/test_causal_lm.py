@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 
@@ -89,6 +92,31 @@ def test_only_the_taps_asked_for_are_kept() -> None:
     out = model(torch.tensor([[3, 4]]), taps=[Tap.block(1)])
     assert set(out.taps) == {Tap.block(1)}
     assert not model(torch.tensor([[3, 4]])).taps
+
+
+def test_threads_that_run_one_model_get_their_own_taps() -> None:
+    """One is in the middle of its forward while another makes a whole one."""
+    model = CausalLM(tiny_hf())
+    slow, quick = torch.tensor([[3, 4, 5]]), torch.tensor([[6, 7]])
+    asked = {"slow": [Tap.block(0), Tap.block(3), Tap.pre_norm], "quick": [Tap.block(1)]}
+    alone = {"slow": model(slow, taps=asked["slow"]).taps, "quick": model(quick, taps=asked["quick"]).taps}
+    reached, go_on = threading.Event(), threading.Event()
+
+    def stop_in_the_middle(_: torch.nn.Module, arguments: tuple[torch.Tensor, ...]) -> None:
+        if arguments[0].shape[1] == slow.shape[1]:
+            reached.set()
+            assert go_on.wait(60)
+
+    model.layers[2].register_forward_pre_hook(stop_in_the_middle)
+    with ThreadPoolExecutor(1) as pool:
+        under_way = pool.submit(lambda: model(slow, taps=asked["slow"]).taps)
+        assert reached.wait(60)
+        found = {"quick": model(quick, taps=asked["quick"]).taps}
+        go_on.set()
+        found["slow"] = under_way.result(60)
+    for name, taps in alone.items():
+        assert found[name].keys() == taps.keys()
+        assert all(torch.equal(found[name][tap], value) for tap, value in taps.items())
 
 
 def test_taps_are_named_and_checked() -> None:
