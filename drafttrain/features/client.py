@@ -25,6 +25,7 @@ from drafttrain.features.capture import Captured, capture
 from drafttrain.features.config import FeaturesConfig
 from drafttrain.features.layout import Place, Rows, lay_out, places
 from drafttrain.features.sources import Buffers, KnownTokens, taps_with_final
+from drafttrain.features.waiting import outcome
 from drafttrain.modeling.taps import FeatureSpec, Tap
 from drafttrain.targets.identity import TargetIdentity
 from drafttrain.targets.model import TargetModel
@@ -189,11 +190,11 @@ class FeatureClient(ABC):
             for number, share in enumerate(shares):
                 if len(under_way) >= 2 * self._threads:
                     first, answer = under_way.popleft()
-                    yield first, answer.result()
+                    yield first, outcome(answer)
                 under_way.append((share, self._pool.submit(self._ask, number, share)))
             while under_way:
                 first, answer = under_way.popleft()
-                yield first, answer.result()
+                yield first, outcome(answer)
         finally:
             for _, answer in under_way:
                 answer.cancel()

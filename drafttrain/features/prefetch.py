@@ -21,6 +21,7 @@ from drafttrain.drafters.base import DraftBatch
 from drafttrain.features.layout import Rows
 from drafttrain.features.sources import FeatureSource, WaitingSource
 from drafttrain.features.transfer import side_stream
+from drafttrain.features.waiting import outcome
 
 _LAST_WAIT_S = 10.0
 """How long a source that waits for others may take to give up; `close` of the source ends what is left."""
@@ -121,7 +122,7 @@ class Prefetcher:
         job = self._asked.popleft()
         if _names(job.rows) != _names(rows):
             raise RuntimeError(f"asked for {_names(rows)}, next in order is {_names(job.rows)}")
-        ready, made = job.result.result()
+        ready, made = outcome(job.result)
         self._ask()
         self._side.hand_over(ready.batch, made)
         return ready

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -90,17 +91,23 @@ def test_sigterm_ends_a_run_that_waits_for_a_server_and_the_run_goes_on(tmp_path
     online = run(make(tmp_path, "eagle3", DATA, max_steps=8, lr=2e-3))
     trainer = make(tmp_path / "run", "eagle3", DATA, max_steps=8, lr=2e-3, prefetch=prefetch)
     spec, records = trainer.drafter.feature_spec, Recorder()
+    told: list[float] = []
 
     def streamed(url: str) -> StreamedFeatures:
         config = FeaturesConfig(source="stream", urls=(url,), on_loss="wait")
-        # It says that it waits, and is told to stop then.
-        stop = lambda message: os.kill(os.getpid(), signal.SIGTERM)  # noqa: E731
+
+        def stop(message: str) -> None:
+            """It says that it waits, and is told to stop then."""
+            told.append(time.monotonic())
+            os.kill(os.getpid(), signal.SIGTERM)
+
         return StreamedFeatures(config, "token", Wanted(spec, TARGET, "float32", say=stop))
 
     with serving() as server:
         trainer.source = streamed(server.url)
         records.on_record = both_of(records.on_record, lambda record: record["step"] == 3 and server.stop())  # type: ignore[method-assign]
         result = trainer.fit([records])
+        assert len(told) == 1 and time.monotonic() - told[0] < 20
     trainer.source.close()
     assert not result.finished and 3 <= result.state.step < 8
     assert [path.name for path in trainer.checkpoints.iterdir()] == [f"step-{result.state.step:08d}"]
