@@ -90,7 +90,7 @@ def holds(path: str | Path, identity: StoreIdentity, samples: Sequence[Sample]) 
     """Whether a store is complete and has all of `samples`, so that it need not be written to. Takes no lock.
 
     Raises:
-        StoreError: it has other tokens under a sample's id.
+        StoreError: it has other tokens under a sample's id, or lacks labels.
     """
     try:
         reader = StoreReader(path, identity, verify="size")
@@ -98,8 +98,7 @@ def holds(path: str | Path, identity: StoreIdentity, samples: Sequence[Sample]) 
         return False  # a writer mends it, or says what is wrong
     if any(sample.id not in reader for sample in samples):
         return False
-    for sample in samples:
-        reader.rows(sample)
+    reader.require(samples)
     return True
 
 
@@ -123,14 +122,13 @@ def job_name(identity: StoreIdentity, samples: Sequence[Sample]) -> str:
 def open_store(
     path: str | Path, identity: StoreIdentity, samples: Sequence[Sample], verify: str = "checksum"
 ) -> StoreReader:
-    """Open a complete store and make sure that it holds every document.
+    """Open a complete store and make sure that it holds every document and the labels in it.
 
     Raises:
-        StoreError: foreign, damaged, incomplete, or lacking a document.
+        StoreError: foreign, damaged, incomplete, or lacking a document or labels.
     """
     reader = StoreReader(path, identity, verify=verify)
-    for sample in samples:
-        reader.rows(sample)
+    reader.require(samples)
     return reader
 
 

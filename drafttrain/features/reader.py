@@ -135,11 +135,25 @@ class StoreReader:
                 self._maps.move_to_end(entry.shard)
         return rows.slice(entry.rows)
 
+    def require(self, samples: Iterable[Sample]) -> None:
+        """Make sure, before they are read, that these documents can be trained on.
+
+        Raises:
+            StoreError: the store lacks one, holds other tokens under its id, or was built for fewer labels; names it.
+        """
+        for sample in samples:
+            if bool((self.rows(sample).top1[label_sources(sample)] == UNKNOWN).any()):
+                raise StoreError(
+                    f"sample {sample.id} is supervised where the store does not say what the target would write",
+                    where=self.path,
+                    remedy="it was built with another data.supervise: give features.path another folder",
+                )
+
     def rows(self, sample: Sample) -> Rows:
         """A document of the data as it lies on disk.
 
         Raises:
-            StoreError: the store lacks it, holds other tokens under its id, or was built for other labels.
+            StoreError: the store lacks it, or holds other tokens under its id.
         """
         entry = self._entries.get(sample.id)
         if entry is None:
@@ -155,12 +169,6 @@ class StoreReader:
                 f"sample {sample.id} has {entry.tokens} feature rows of other tokens than the {len(ids)} of the data",
                 where=self.path,
                 remedy="the data changed since the store was built: give features.path another folder",
-            )
-        if bool((rows.top1[label_sources(sample)] == UNKNOWN).any()):
-            raise StoreError(
-                f"sample {sample.id} is supervised where the store does not say what the target would write",
-                where=self.path,
-                remedy="it was built with another data.supervise: give features.path another folder",
             )
         return rows
 

@@ -108,15 +108,14 @@ class StoreWriter:
         """Those not yet in the store.
 
         Raises:
-            StoreError: the store holds other tokens under a sample's id.
+            StoreError: the store holds other tokens under a sample's id, or was built for fewer labels.
         """
         reader = StoreReader(self.path, allow_incomplete=True, verify="size")
-        absent = []
+        present: list[Sample] = []
+        absent: list[Sample] = []
         for sample in samples:
-            if sample.id in reader:
-                reader.rows(sample)
-            else:
-                absent.append(sample)
+            (present if sample.id in reader else absent).append(sample)
+        reader.require(present)
         return absent
 
     def require_space(self, samples: Sequence[Sample]) -> int:

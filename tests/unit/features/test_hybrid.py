@@ -88,6 +88,17 @@ def test_a_run_that_stopped_early_leaves_what_it_computed(tmp_path: Path) -> Non
     source.close()
 
 
+def test_labels_that_the_store_was_not_built_for_are_refused_before_the_first_batch(tmp_path: Path) -> None:
+    data = samples(6)
+    build_store(tmp_path / "s", IDENTITY, tiny_target(), data[:2], CONFIG)
+    whole = [replace(sample, spans=[(0, len(sample.ids) - 1)]) for sample in data]
+    with pytest.raises(StoreError, match=r"s0 is supervised where .*"):
+        hybrid(tmp_path / "s", whole)
+    source = hybrid(tmp_path / "s", [*data[:2], *whole[2:]])
+    assert len(source.missing) == 4
+    source.close()
+
+
 def test_the_store_is_free_as_soon_as_nothing_is_missing(tmp_path: Path) -> None:
     data, more = samples(6), samples(9)
     source, online = hybrid(tmp_path / "s", data), OnlineFeatures(tiny_target(), SPEC, batch_tokens=1)

@@ -11,6 +11,7 @@ import torch
 
 from drafttrain.corpus.types import Sample
 from drafttrain.errors import DataError, StoreError, UserError
+from drafttrain.features import reader as reader_module
 from drafttrain.features import shard as shard_module
 from drafttrain.features.building import build_store, open_store, spot_check
 from drafttrain.features.config import FeaturesConfig
@@ -238,6 +239,29 @@ def test_labels_that_a_store_was_not_built_for_are_refused(tmp_path: Path) -> No
             refuses()
     build(tmp_path / "whole", whole)
     open_store(tmp_path / "whole", IDENTITY, data)
+    # What other samples lack does not matter to a run that does not read them.
+    mixed = [whole[0], *data[1:]]
+    build(tmp_path / "mixed", mixed)
+    assert len(open_store(tmp_path / "mixed", IDENTITY, [whole[0]])) == 3
+
+
+def test_labels_are_looked_for_when_a_store_is_opened_and_not_at_each_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = samples(3)
+    build(tmp_path / "store", data)
+    looked: list[str] = []
+    real = reader_module.label_sources
+
+    def label_sources(sample: Sample) -> torch.Tensor:
+        looked.append(sample.id)
+        return real(sample)
+
+    monkeypatch.setattr(reader_module, "label_sources", label_sources)
+    source = StoredFeatures(open_store(tmp_path / "store", IDENTITY, data))
+    for _ in range(2):
+        source.batch([data], CPU)
+    assert looked == [sample.id for sample in data]
 
 
 def test_new_samples_are_added_to_a_complete_store(tmp_path: Path) -> None:
