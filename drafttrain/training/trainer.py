@@ -22,7 +22,6 @@ from drafttrain.features.layout import lay_out
 from drafttrain.features.prefetch import Batches, InTurn, Prefetcher
 from drafttrain.features.sources import FeatureSource, WaitingSource
 from drafttrain.losses.objective import Objective, ObjectiveOutput
-from drafttrain.modeling.compiled import require_compiler
 from drafttrain.modeling.head import Head
 from drafttrain.recipe.training_config import TrainingConfig
 from drafttrain.training.callbacks import Acceptance, Listener, MeasureAcceptance
@@ -128,7 +127,6 @@ class Trainer:
         self.drafter = parts.drafter.to(self.device)
         self.drafter.gradient_checkpointing = config.gradient_checkpointing
         if config.compile:
-            require_compiler(self.device)
             self.drafter.compile_training()
         self.source = parts.source
         self.objective = parts.objective

@@ -13,9 +13,12 @@ from typing import Any
 import pytest
 import torch
 import torch._dynamo.utils
+from rich.console import Console
 
 from drafttrain.errors import EngineError
 from drafttrain.modeling.compiled import require_compiler
+from drafttrain.recipe.load import load_recipe
+from drafttrain.training.run import train_recipe
 from drafttrain.training.trainer import Trainer
 from tests.integration.test_train_invariants import make, run
 from tests.launching import finish, start_ranks
@@ -127,7 +130,10 @@ def test_two_ranks_train_the_same_under_every_strategy(tmp_path: Path) -> None:
 def test_a_machine_without_a_compiler_is_told_before_anything_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    recipe = load_recipe("recipes/quickstart.yaml", ["training.compile=true"])
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", "")
     monkeypatch.delenv("CXX", raising=False)
     with pytest.raises(EngineError, match=r"needs a C\+\+ compiler[^$]*leave it off"):
-        make(tmp_path, "eagle3", DATA, compile=True)
+        train_recipe(recipe, "auto", Console())
+    assert list(tmp_path.iterdir()) == []
