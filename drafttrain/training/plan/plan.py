@@ -23,6 +23,7 @@ from drafttrain.training.plan.flops import StepFlops, step_flops
 from drafttrain.training.plan.hardware import Hardware
 from drafttrain.training.plan.layout import LAUNCHES, PLACEMENTS, Layout
 from drafttrain.training.plan.memory import Item, gathered_bytes, memory_items, peak
+from drafttrain.training.plan.overlap import Overlap, overlap_of, run_hours
 from drafttrain.training.plan.workload import Workload, workload
 
 
@@ -41,6 +42,9 @@ class Plan:
         peaks: bytes of one rank at the peak, in every layout that exists.
         target_hours, draft_hours: on the hardware, at its assumed use; without prompts, answers, measuring.
         gather_hours: of moving the blocks of a target in shards, as if nothing else went on meanwhile.
+        overlap: where the target's forwards lie beside the draft's steps.
+        hours: of the ranks that train, to count on.
+        best_hours: the same if all that may go on at once does; less than `hours` on a GPU that both share.
         fitting: layout and overrides that make it fit, None when none do; no overrides when it fits as it is.
         notes: what was assumed about the draft.
     """
@@ -61,6 +65,9 @@ class Plan:
     target_hours: float
     draft_hours: float
     gather_hours: float
+    overlap: Overlap
+    hours: float
+    best_hours: float
     fitting: Fitting | None
     notes: list[str]
 
@@ -75,14 +82,8 @@ class Plan:
         return self.fitting is not None and not self.fitting.changes
 
     @property
-    def hours(self) -> float:
-        """Of the ranks that train: all of it, but for a target elsewhere, which runs meanwhile."""
-        away = self.layout.placement == "elsewhere"
-        return self.draft_hours if away else self.target_hours + self.gather_hours + self.draft_hours
-
-    @property
     def device_hours(self) -> float:
-        """Of all devices together, those that run a target elsewhere included."""
+        """In which some device computes for one of the two; those that run a target elsewhere are as many again."""
         return (self.target_hours + self.gather_hours + self.draft_hours) * self.hardware.ranks
 
 
@@ -147,11 +148,17 @@ def make_plan(
     online = not recipe.features.stores
     # A store is filled once; online features are computed in each epoch.
     body_runs = work.seen if online else work.samples
-    target_flops = flops.target.head * work.seen + (flops.target.total - flops.target.head) * body_runs
-    target_flops += flops.first_time.total * work.samples
-    target_rate = hardware.peak(recipe.target.dtype) * hardware.target_use * ranks
-    draft_rate = hardware.peak(recipe.training.precision) * hardware.draft_use * ranks
+    states_flops = (flops.target.total - flops.target.head) * body_runs + flops.first_time.total * work.samples
+    target_rate = hardware.peak(recipe.target.dtype) * hardware.target_use * ranks * 3600
+    draft_rate = hardware.peak(recipe.training.precision) * hardware.draft_use * ranks * 3600
     draft_flops = flops.draft * work.seen + flops.merging * work.steps * recipe.training.accumulation * ranks
+    states_hours, draft_hours = states_flops / target_rate, draft_flops / draft_rate
+    # The rows of the target's head that labels need belong to a step, which has the labels.
+    head_hours = flops.target.head * work.seen / target_rate
+    gather_hours = _gathers(recipe, work) * gathered_bytes(recipe, target, layout, ranks) / hardware.link / 3600
+    overlap = overlap_of(recipe, layout, hardware.is_cpu)
+    share = 1.0 if online else min(1.0, 1 / work.epochs)
+    hours, best_hours = run_hours(overlap, states_hours, gather_hours + head_hours + draft_hours, share)
     return Plan(
         recipe=recipe,
         hardware=hardware,
@@ -166,9 +173,12 @@ def make_plan(
         layout=layout,
         memory=memory(recipe, layout),
         peaks=peaks,
-        target_hours=target_flops / target_rate / 3600,
-        draft_hours=draft_flops / draft_rate / 3600,
-        gather_hours=_gathers(recipe, work) * gathered_bytes(recipe, target, layout, ranks) / hardware.link / 3600,
+        target_hours=states_hours + head_hours,
+        draft_hours=draft_hours,
+        gather_hours=gather_hours,
+        overlap=overlap,
+        hours=hours,
+        best_hours=best_hours,
         fitting=fitting,
         notes=notes,
     )

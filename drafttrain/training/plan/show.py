@@ -6,9 +6,9 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from drafttrain.training.ahead import batches_ahead
 from drafttrain.training.launch import Launch
 from drafttrain.training.plan.layout import ALONE, LAUNCHES, PLACEMENTS, Layout
+from drafttrain.training.plan.overlap import Overlap
 from drafttrain.training.plan.plan import Plan
 
 
@@ -46,14 +46,17 @@ def _sizes(plan: Plan) -> Table:
         f"feature store, if it were written (source: {plan.recipe.features.source})" if plan.online else "feature store"
     )
     table.add_row(would, size(plan.store_bytes))
-    away = plan.layout.placement == "elsewhere"
-    where = f"on {plan.hardware.ranks} such devices elsewhere, meanwhile" if away else ""
+    away = plan.layout.placement == "elsewhere" or plan.overlap is Overlap.BESIDE
+    where = f", on {plan.hardware.ranks} such devices elsewhere" if away else ""
     table.add_section()
-    table.add_row("hours of the target" + (f", {where}" if away else ""), f"{plan.target_hours:,.2f}")
+    table.add_row(f"hours of the target{where}", f"{plan.target_hours:,.2f}")
     if plan.gather_hours:
         table.add_row("hours of gathering its blocks", f"{plan.gather_hours:,.2f}")
     table.add_row("hours of the draft", f"{plan.draft_hours:,.2f}")
-    table.add_row("hours of the run", f"{plan.hours:,.2f}")
+    shared = plan.overlap is Overlap.SHARED
+    table.add_row("hours of the run" + (", one after the other" if shared else ""), f"{plan.hours:,.2f}")
+    if shared:
+        table.add_row("hours of the run at best, both at once", f"{plan.best_hours:,.2f}")
     table.add_row("CPU-hours" if plan.hardware.is_cpu else "GPU-hours", f"{plan.device_hours:,.2f}")
     return table
 
@@ -167,8 +170,18 @@ def _assumptions(plan: Plan) -> Text:
         "hours leave out collecting prompts, answers, measuring acceptance, checkpoints and waiting for data",
         "FLOPs count matrix products and causal attention within each document; all labels are sayable by the draft",
     ]
-    if plan.layout.placement == "whole" and plan.online and batches_ahead(recipe, hardware.is_cpu):
-        lines.append("target and draft are counted one after the other; that they overlap (training.prefetch) is not")
+    if plan.overlap is Overlap.SHARED:
+        lines.append(
+            "at best a GPU has room for the draft's steps while it computes the target's forwards (training.prefetch), "
+            "and the run takes as long as the longer of the two; how near it comes was not measured"
+        )
+    elif plan.overlap is Overlap.BESIDE:
+        lines.append(
+            "the target's forwards lie wholly beside the draft's steps (training.prefetch): the run takes as long as "
+            "the longer of the two"
+        )
+    elif plan.overlap is Overlap.BEFORE:
+        lines.append("the store is there before the run begins: its hours count for the devices that fill it alone")
     if plan.gather_hours:
         lines.append(
             f"a rank receives {hardware.link / 1e9:,.0f} GB/s of a target in shards; nothing is computed meanwhile, "

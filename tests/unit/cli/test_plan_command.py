@@ -29,6 +29,20 @@ def test_a_plan_names_sizes_and_assumptions(capsys: pytest.CaptureFixture[str]) 
         assert expected in out
 
 
+def test_hours_in_turn_and_at_once_are_told_apart(capsys: pytest.CaptureFixture[str]) -> None:
+    base = ["plan", RECIPE, "--gpus", "8xB200", "--target-config", str(CONFIG), "--samples", "5000"]
+    expected = {
+        "": ("run, one after the other", "run at best, both at once", "was not measured"),
+        "training.prefetch=0": ("hours of the run ",),
+        "features.source=stream features.urls=[http://a:1]": ("on 8 such devices elsewhere", "the longer of the two"),
+    }
+    for overrides, words in expected.items():
+        main([*base, *overrides.split()])
+        out = " ".join(capsys.readouterr().out.split())
+        assert all(word in out for word in words), overrides
+        assert ("at best" in out) == (not overrides)
+
+
 def test_what_does_not_fit_exits_with_1(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", RECIPE, "--gpus", "8xL4", "--target-config", str(CONFIG)]) == 1
     assert "It does not fit" in capsys.readouterr().out

@@ -258,9 +258,42 @@ def test_a_target_elsewhere_costs_hours_of_other_devices(llama70b: Callable[...,
     words = ["target.placement=elsewhere", "features.source=stream", "features.urls=[http://a:1]", "evaluation={}"]
     plan = llama70b("8xH100-80G", *words, "evaluation.prompts=0", samples=1000)
     assert plan.layout.placement == "elsewhere" and plan.fits
-    assert plan.hours == plan.draft_hours and plan.device_hours == pytest.approx(
-        8 * (plan.draft_hours + plan.target_hours)
-    )
+    assert plan.device_hours == pytest.approx(8 * (plan.draft_hours + plan.target_hours))
+    # Its forwards lie beside the draft's steps, which have the target's head rows for themselves.
+    head = plan.flops.target.head * plan.work.seen / (0.40 * 8 * 989e12) / 3600
+    assert plan.hours == plan.best_hours == pytest.approx(max(plan.target_hours - head, plan.draft_hours + head))
+    # Without batches made ahead each step waits for them; a store is finished before the run.
+    waits = llama70b("8xH100-80G", *words, "evaluation.prompts=0", "training.prefetch=0", samples=1000)
+    assert waits.hours == pytest.approx(waits.draft_hours + waits.target_hours)
+    stored = ["target.placement=elsewhere", "features.source=offline", "evaluation={}", "evaluation.prompts=0"]
+    read = llama70b("8xH100-80G", *stored, samples=1000)
+    assert read.hours == pytest.approx(read.draft_hours + head)
+
+
+def test_on_one_gpu_target_and_draft_are_counted_in_turn_and_at_once() -> None:
+    text = target_config(load_recipe("recipes/eagle3_qwen3_8b.yaml"), CONFIGS / "qwen3-8b")
+
+    def plan(*overrides: str, on_cpu: bool = False) -> Any:
+        recipe = load_recipe("recipes/eagle3_qwen3_8b.yaml", ["training.epochs=4", *overrides])
+        hardware = replace(parse_gpus("1xB200"), is_cpu=on_cpu)
+        return make_plan(recipe, text, hardware, samples=100, tokens=500)
+
+    ahead, waits = plan(), plan("training.prefetch=0")
+    head = ahead.flops.target.head * ahead.work.seen / (0.40 * 2250e12) / 3600
+    states, steps = ahead.target_hours - head, ahead.draft_hours + head
+    assert ahead.hours == waits.hours == waits.best_hours == pytest.approx(states + steps)
+    assert ahead.best_hours == pytest.approx(max(states, steps))
+    assert ahead.best_hours < 0.95 * ahead.hours and ahead.device_hours == pytest.approx(ahead.hours)
+    # A store that fills is overlapped in the first of four epochs.
+    hybrid = plan("features.source=hybrid")
+    assert hybrid.hours < ahead.hours
+    states = hybrid.target_hours - head
+    assert hybrid.best_hours == pytest.approx(max(states, steps / 4) + 3 / 4 * steps)
+    # Cores that both share compute all the time as it is; a store is filled before the run.
+    shared = plan("training.prefetch=2", on_cpu=True)
+    assert shared.hours == shared.best_hours
+    offline = plan("features.source=offline")
+    assert offline.hours == offline.best_hours == pytest.approx(hybrid.hours)
 
 
 def test_adapters_are_planned_as_adapters(tmp_path: Path) -> None:
