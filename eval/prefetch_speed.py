@@ -31,12 +31,11 @@ from store_speed import documents, forget
 
 from drafttrain.corpus.types import Sample
 from drafttrain.drafters.build import build_drafter, init_from_target
-from drafttrain.features.building import build_store, open_store
+from drafttrain.features.building import build_store, identity_of, open_store
 from drafttrain.features.client import Wanted
 from drafttrain.features.config import FeaturesConfig
 from drafttrain.features.server import FeatureServer
-from drafttrain.features.sources import FeatureSource, StoredFeatures, taps_with_final
-from drafttrain.features.store import StoreIdentity
+from drafttrain.features.sources import FeatureSource, StoredFeatures
 from drafttrain.features.stream import StreamedFeatures
 from drafttrain.losses.objective import Objective
 from drafttrain.modeling.taps import FeatureSpec
@@ -159,16 +158,7 @@ def main() -> int:
     target.prepare_for_inference()
     samples = documents(args.documents, args.tokens, target.tokenizer)
     spec: FeatureSpec = build_drafter(recipe.drafter, target.config, device="meta").feature_spec
-    identity = StoreIdentity(
-        target=target.identity.name,
-        weights_hash=target.identity.weights_hash,
-        tokenizer_hash=target.identity.tokenizer_hash,
-        template_hash="",
-        taps=tuple(str(tap) for tap in taps_with_final(spec)),
-        hidden_size=target.hidden_size,
-        dtype="bfloat16",
-        compute_dtype=recipe.target.dtype,
-    )
+    identity = identity_of(target.identity, spec, dtype="bfloat16", compute_dtype=recipe.target.dtype)
 
     def run(source: FeatureSource, ahead: int) -> Run:
         return train(recipe, target, samples, source, ahead)

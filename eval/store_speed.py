@@ -37,9 +37,9 @@ from drafttrain.corpus.config import PromptSource
 from drafttrain.corpus.readers import read_prompts
 from drafttrain.corpus.types import Sample
 from drafttrain.drafters.build import build_drafter, init_from_target
-from drafttrain.features.building import build_store, convert_store, difference, open_store
+from drafttrain.features.building import build_store, convert_store, difference, identity_of, open_store
 from drafttrain.features.reader import StoreReader
-from drafttrain.features.sources import StoredFeatures, taps_with_final
+from drafttrain.features.sources import StoredFeatures
 from drafttrain.features.store import StoreIdentity
 from drafttrain.losses.objective import Objective
 from drafttrain.modeling.taps import Tap
@@ -177,16 +177,7 @@ def main() -> int:
     samples = documents(args.documents, args.tokens, target.tokenizer)
     batches = micro_batches(recipe, samples)
     drafter = build_drafter(recipe.drafter, target.config, device="meta")
-    identity = StoreIdentity(
-        target=target.identity.name,
-        weights_hash=target.identity.weights_hash,
-        tokenizer_hash=target.identity.tokenizer_hash,
-        template_hash="",
-        taps=tuple(str(tap) for tap in taps_with_final(drafter.feature_spec)),
-        hidden_size=target.hidden_size,
-        dtype="bfloat16",
-        compute_dtype=recipe.target.dtype,
-    )
+    identity = identity_of(target.identity, drafter.feature_spec, dtype="bfloat16", compute_dtype=recipe.target.dtype)
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
         bf16, fp8 = Path(folder) / "bf16", Path(folder) / "fp8"
         began = time.perf_counter()

@@ -17,11 +17,13 @@ from drafttrain.features.capture import Compute, capture
 from drafttrain.features.config import FeaturesConfig
 from drafttrain.features.lock import WHOLE, Part
 from drafttrain.features.reader import StoreReader
+from drafttrain.features.sources import taps_with_final
 from drafttrain.features.store import StoreIdentity
 from drafttrain.features.writer import StoreWriter
 from drafttrain.files import require_free_space, sha256_text
 from drafttrain.modeling.causal_lm import CausalLM
-from drafttrain.modeling.taps import Tap
+from drafttrain.modeling.taps import FeatureSpec, Tap
+from drafttrain.targets.identity import TargetIdentity
 
 Progress = Callable[[int, int], None]
 """Called with (tokens done, tokens to do)."""
@@ -32,6 +34,30 @@ _BLOCK = 64
 
 TOLERANCE = 0.1
 """Largest mean difference between features that are meant to be the same."""
+
+
+def identity_of(
+    target: TargetIdentity, spec: FeatureSpec, *, dtype: str, compute_dtype: str, template_hash: str | None = None
+) -> StoreIdentity:
+    """What a store of a draft's features is for.
+
+    Args:
+        target: whose states they are.
+        spec: what the draft reads.
+        dtype: element type on disk.
+        compute_dtype: in which the target runs.
+        template_hash: of the template that rendered the documents; default: the target's own.
+    """
+    return StoreIdentity(
+        target=target.name,
+        weights_hash=target.weights_hash,
+        tokenizer_hash=target.tokenizer_hash,
+        template_hash=target.template_hash if template_hash is None else template_hash,
+        taps=tuple(str(tap) for tap in taps_with_final(spec)),
+        hidden_size=target.hidden_size,
+        dtype=dtype,
+        compute_dtype=compute_dtype,
+    )
 
 
 def build_store(

@@ -25,11 +25,11 @@ from drafttrain.drafters.eagle.widen import widen_vocab
 from drafttrain.drafters.lora import add_lora
 from drafttrain.drafters.saving import check_target, warm_start
 from drafttrain.errors import RecipeError, StoreError, UserError
-from drafttrain.features.building import build_store, holds, open_store, spot_check
+from drafttrain.features.building import build_store, holds, identity_of, open_store, spot_check
 from drafttrain.features.client import FeatureClient, Wanted
 from drafttrain.features.hybrid import HybridFeatures
 from drafttrain.features.lock import WHOLE, Part
-from drafttrain.features.sources import FeatureSource, OnlineFeatures, StoredFeatures, taps_with_final
+from drafttrain.features.sources import FeatureSource, OnlineFeatures, StoredFeatures
 from drafttrain.features.store import StoreIdentity
 from drafttrain.features.stream import StreamedFeatures
 from drafttrain.features.vllm import VllmFeatures
@@ -388,16 +388,12 @@ def store_path(recipe: Recipe) -> Path:
 
 def store_identity(recipe: Recipe, target: TargetModel, chat: ChatRenderer, drafter: Drafter) -> StoreIdentity:
     """What the recipe's features depend on."""
-    identity = target.identity
-    return StoreIdentity(
-        target=identity.name,
-        weights_hash=identity.weights_hash,
-        tokenizer_hash=identity.tokenizer_hash,
-        template_hash=chat.template_hash,
-        taps=tuple(str(tap) for tap in taps_with_final(drafter.feature_spec)),
-        hidden_size=identity.hidden_size,
+    return identity_of(
+        target.identity,
+        drafter.feature_spec,
         dtype=recipe.features.dtype,
         compute_dtype=recipe.target.dtype,
+        template_hash=chat.template_hash,
     )
 
 
