@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,11 +21,6 @@ Subparsers = argparse._SubParsersAction  # argparse gives the type no public nam
 
 EVAL_PROMPTS = "data/prompts/eval_core.jsonl"
 """Where the prompts of quick measurements come from."""
-
-
-def is_override(word: str) -> bool:
-    """Whether a word of a command line is `a.b.0=value`; a path may hold a "=" behind other signs."""
-    return re.match(r"\w[\w-]*(\.\w[\w-]*)*=", word) is not None
 
 
 def positive(text: str) -> int:
@@ -48,7 +42,9 @@ def add_prompts(parser: argparse.ArgumentParser, default: str = EVAL_PROMPTS) ->
 def add_recipe(parser: argparse.ArgumentParser) -> None:
     """`RECIPE [key=value ...]`."""
     parser.add_argument("recipe", help="a YAML file, a shipped recipe, or a run's folder")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="such as data.prompts.0.count=20")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="key=value", help="such as training.lr=1e-4 or data.prompts.0.count=20"
+    )
 
 
 def recipe_of(arguments: argparse.Namespace) -> Recipe:

@@ -6,7 +6,8 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from drafttrain.cli.common import is_override, run_folder
+from drafttrain.cli.common import run_folder
+from drafttrain.cli.parser import is_override
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -29,18 +30,9 @@ def register(subparsers: Any) -> None:
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument(
-        "overrides",
-        nargs="*",
-        metavar="RUN | key=value",
-        help="a run's folder; overrides of the suite or of target.*",
-    )
-    parser.add_argument(
-        "--suite",
-        nargs="+",
-        metavar="SUITE",
-        help="a suite file, such as eval/suites/core.yaml; key=value may follow",
-    )
+    parser.add_argument("run_folder", nargs="?", metavar="RUN", help="a run's folder, or its recipe")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="of the suite, or of target.*")
+    parser.add_argument("--suite", metavar="SUITE", help="a suite file, such as eval/suites/core.yaml")
     parser.add_argument("--out", type=Path, metavar="DIR", help="default: RUN/eval/<suite>")
     parser.add_argument(
         "--fresh", action="store_true", help="measure again what an interrupted eval like this one has measured"
@@ -65,17 +57,15 @@ def run(arguments: argparse.Namespace) -> int:
     console = Console()
     if arguments.leaderboard and arguments.no_leaderboard:
         raise UserError("--leaderboard and --no-leaderboard exclude each other", remedy="leave one of them out")
-    # argparse gives words behind an option to that option: all are sorted here, wherever they stood.
-    suite, *behind = arguments.suite or [None]
-    words = [*arguments.overrides, *behind]
-    runs, overrides = [w for w in words if not is_override(w)], [w for w in words if is_override(w)]
-    if arguments.leaderboard and not words and suite is None:
+    run, suite, overrides = arguments.run_folder, arguments.suite, arguments.overrides
+    if arguments.leaderboard and run is None and not overrides and suite is None:
         return _leaderboard(arguments, console)
-    usage = "drafttrain eval RUN --suite SUITE [key=value ...], or drafttrain eval --leaderboard"
-    if len(runs) != 1 or suite is None:
-        found = "no --suite" if len(runs) == 1 else f"{len(runs)} runs" if runs else "no run"
+    more = sum(not is_override(word) for word in overrides)
+    if run is None or more or suite is None:
+        found = "no run" if run is None else f"{1 + more} runs" if more else "no --suite"
+        usage = "drafttrain eval RUN --suite SUITE [key=value ...], or drafttrain eval --leaderboard"
         raise UserError(f"eval needs one run and a suite, got {found}", remedy=usage)
-    return _evaluate(arguments, runs[0], suite, overrides, console)
+    return _evaluate(arguments, run, suite, overrides, console)
 
 
 def _leaderboard(arguments: argparse.Namespace, console: Console) -> int:

@@ -92,11 +92,16 @@ def run_build(arguments: argparse.Namespace) -> int:
 
 def run_verify(arguments: argparse.Namespace) -> int:
     """Name every damaged shard; 1 if there is one."""
-    recipe = recipe_of(arguments) if arguments.recipe else None
+    from drafttrain.errors import RecipeError, StoreError
+
+    if arguments.recipe is None and arguments.overrides:
+        raise RecipeError(
+            "overrides are of a recipe", where=arguments.overrides[0], remedy="give the recipe behind the store"
+        )
+    recipe = None if arguments.recipe is None else recipe_of(arguments)
 
     from rich.console import Console
 
-    from drafttrain.errors import StoreError
     from drafttrain.features.building import open_store, spot_check
     from drafttrain.features.reader import StoreReader
     from drafttrain.features.shard import check_shard

@@ -27,8 +27,8 @@ from drafttrain.cli import (
     regenerate,
     train,
 )
-from drafttrain.cli.common import is_override
 from drafttrain.cli.once import shown_by_another_rank
+from drafttrain.cli.parser import CommandParser
 from drafttrain.errors import AlreadyReported, UserError
 
 # One module a command, in the order of the work. A module has `register(subparsers)`, which sets the parser's
@@ -69,7 +69,7 @@ _REMEDIES = {
 
 def build_parser() -> argparse.ArgumentParser:
     """The parser of all commands."""
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="drafttrain", description="Train, measure and export the drafts of speculative decoding."
     )
     parser.add_argument("--version", action="version", version=f"drafttrain {__version__}")
@@ -79,35 +79,9 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    """The arguments of a command, its `key=value` overrides wherever they stand. Exits where they are none."""
-    parser = build_parser()
-    parsed, behind = parser.parse_known_args(arguments)
-    if hasattr(parsed, "overrides"):
-        # argparse takes the first words for the recipe, and ends a list of words at the first option.
-        parsed, behind = parser.parse_known_args(_overrides_last(arguments))
-        if not any(word.startswith("-") or "=" not in word for word in behind):
-            parsed.overrides = [*parsed.overrides, *behind]
-            behind = []
-    if behind:
-        parser.error(f"unrecognized arguments: {' '.join(behind)}")
-    return parsed
-
-
-def _overrides_last(words: Sequence[str]) -> list[str]:
-    """What may be the value of an option stays behind it."""
-    before = ["", *words]
-    overrides = [
-        is_override(word) and not (last.startswith("-") and "=" not in last)
-        for last, word in zip(before, words, strict=False)
-    ]
-    kept = [word for word, override in zip(words, overrides, strict=True) if not override]
-    return kept + [word for word, override in zip(words, overrides, strict=True) if override]
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command. Returns the exit status: 0, 2 for a user's error, 130 when interrupted."""
-    parsed = parse(sys.argv[1:] if arguments is None else arguments)
+    parsed = build_parser().parse_args(arguments)
     try:
         return int(parsed.run(parsed) or 0)
     except AlreadyReported:

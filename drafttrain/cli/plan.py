@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from drafttrain.cli.common import Subparsers, add_recipe
+from drafttrain.cli.common import Subparsers, add_recipe, recipe_of
 
 
 def register(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
@@ -32,7 +32,6 @@ def run(arguments: argparse.Namespace) -> int:
     from rich.console import Console
 
     from drafttrain.errors import UserError
-    from drafttrain.recipe.load import load_recipe
     from drafttrain.training.plan.hardware import parse_gpus, this_machine
     from drafttrain.training.plan.plan import make_plan, target_config
     from drafttrain.training.plan.show import plan_tables
@@ -45,7 +44,7 @@ def run(arguments: argparse.Namespace) -> int:
             raise UserError(f"{value} is too few", where=f"--{name}", remedy="give at least 2")
     if arguments.nodes > 1 and arguments.gpus is None:
         raise UserError("says nothing without GPUs", where="--nodes", remedy="add --gpus 8xH100-80G")
-    recipe = load_recipe(arguments.recipe, arguments.overrides)
+    recipe = recipe_of(arguments)
     hardware = this_machine() if arguments.gpus is None else parse_gpus(arguments.gpus, arguments.nodes)
     text = target_config(recipe, arguments.target_config)
     plan = make_plan(recipe, text, hardware, samples=arguments.samples, tokens=arguments.tokens)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 
+from drafttrain.cli.common import Subparsers, add_recipe, recipe_of
+
 STOPPED = 143
 """Exit status of a run that saved and stopped on SIGTERM: 128 + 15, as schedulers expect."""
 
 
-def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def register(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
     """Add the command."""
     parser = subparsers.add_parser(
         "train",
@@ -16,8 +18,7 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         description="Run every stage of a recipe that is not done yet, and train the draft. "
         "Several processes: accelerate launch --config_file recipes/accelerate/ddp.yaml drafttrain/train.py RECIPE",
     )
-    parser.add_argument("recipe", help="a YAML file, a shipped recipe, or a run's folder")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="such as training.lr=1e-4")
+    add_recipe(parser)
     parser.add_argument(
         "--resume",
         default="auto",
@@ -30,10 +31,7 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def run(arguments: argparse.Namespace) -> int:
     """Train; 0 when finished, 143 when a signal stopped it after saving."""
-    # A mistake in the recipe shows before torch is even imported.
-    from drafttrain.recipe.load import load_recipe
-
-    recipe = load_recipe(arguments.recipe, arguments.overrides)
+    recipe = recipe_of(arguments)
 
     from rich.console import Console
 

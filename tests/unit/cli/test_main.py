@@ -145,6 +145,10 @@ OVERRIDDEN = {
 WORDS = ["data.template_kwargs.a-b=1", "trees=[{branching: [2, 2]}, {file: a=b}]", "seed=-1"]
 
 
+def parse(words: list[str]) -> argparse.Namespace:
+    return command_line.build_parser().parse_args(words)
+
+
 def commands_with_overrides(parser: argparse.ArgumentParser, name: str = "") -> Iterator[str]:
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
@@ -161,7 +165,7 @@ def test_every_command_with_overrides_is_tried() -> None:
 @pytest.mark.parametrize("command", OVERRIDDEN)
 def test_overrides_may_stand_anywhere(command: str) -> None:
     first, option = OVERRIDDEN[command]
-    plain = vars(command_line.parse([*command.split(), *first, *option]))
+    plain = vars(parse([*command.split(), *first, *option]))
     one, two, three = WORDS
     for words in (
         [*first, *WORDS, *option],
@@ -172,15 +176,15 @@ def test_overrides_may_stand_anywhere(command: str) -> None:
         [*WORDS, *first, *option],
         [one, *option, two, *first, three],
     ):
-        found = vars(command_line.parse([*command.split(), *words]))
-        given = [word for word in found["overrides"] if word not in first]
-        assert given == WORDS, words
+        found = vars(parse([*command.split(), *words]))
+        assert found["overrides"] == WORDS, words
         assert {**found, "overrides": []} == {**plain, "overrides": []}, words
 
 
 def test_overrides_behind_the_suite_of_an_eval() -> None:
-    found = command_line.parse(["eval", "run", "--suite", "core.yaml", "limit=1", "--out", "there", "k=[2]", "--fresh"])
-    assert (found.overrides, found.suite, str(found.out)) == (["run", "limit=1", "k=[2]"], ["core.yaml"], "there")
+    found = parse(["eval", "run", "--suite", "core.yaml", "limit=1", "--out", "there", "k=[2]", "--fresh", "seed=1"])
+    assert (found.run_folder, found.overrides) == ("run", ["limit=1", "k=[2]", "seed=1"])
+    assert (found.suite, str(found.out), found.fresh) == ("core.yaml", "there", True)
 
 
 def test_what_is_no_override_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -195,6 +199,36 @@ def test_what_is_no_override_is_refused(tmp_path: Path, capsys: pytest.CaptureFi
         with pytest.raises(SystemExit):
             command_line.main(wrong)
         assert "unrecognized arguments" in capsys.readouterr().err
+
+
+def test_what_is_an_override_is_told_from_values_and_paths() -> None:
+    for words, overrides in (
+        (["train", "a=1", "x.yaml", "--resume", "b=2"], ["a=1"]),  # the value of an option
+        (["train", "x.yaml", "--res", "b=2", "a=1"], ["a=1"]),  # the same of one that is cut short
+        (["train", "x.yaml", "--resume=never", "a=1"], ["a=1"]),
+        (["eval", "x.yaml", "--no-leaderboard", "a=1", "--suite", "s"], ["a=1"]),  # a flag has no value
+        (["train", "x.yaml", "prompts[0]=1"], ["prompts[0]=1"]),  # wrong, and the recipe says why
+        (["train", "x.yaml", "--", "a=1"], ["a=1"]),
+    ):
+        assert parse(words).overrides == overrides, words
+    assert parse(["features", "verify", "runs/a=1", "recipes/b=2.yaml"]).recipe == "recipes/b=2.yaml"
+
+
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        (["train", "x.yaml", "word"], "x.yaml: no such file"),
+        (["train", "recipes/quickstart.yaml", "word"], "word: an override is written key=value"),
+        (["train", "recipes/quickstart.yaml", "--resume", "never", "seed[0]=1"], "seed[0]"),
+        (["features", "verify", "store", "seed=1"], "seed=1: overrides are of a recipe"),
+        (["eval", "run", "other", "--suite", "s.yaml"], "got 2 runs"),
+        (["eval", "--suite", "s.yaml", "limit=1"], "got no run"),
+        (["eval", "run", "limit=1"], "got no --suite"),
+    ],
+)
+def test_words_that_are_out_of_place(words: list[str], error: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command_line.main(words) == 2
+    assert error in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("value", ["1e-45", "-1", "nan", "inf"])
