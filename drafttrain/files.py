@@ -131,6 +131,16 @@ def _named(final: Path) -> Iterator[None]:
 
 
 @contextmanager
+def locked(path: str | Path) -> Iterator[None]:
+    """Hold the lock file `path`, waiting for whoever holds it; it ends with the process however that ends."""
+    file = Path(path)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with file.open("a", encoding="utf-8") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        yield
+
+
+@contextmanager
 def exclusive(path: str | Path, what: str) -> Iterator[None]:
     """Hold the lock file `path`, which ends with the process however that ends; refuse where another holds it.
 

