@@ -212,11 +212,11 @@ class Engine:
             )
         if request.max_new_tokens < 0:
             raise EngineError(f"request {request.id}: max_new_tokens is {request.max_new_tokens}")
-        largest = max(request.prompt_ids)
-        if largest >= self.target.vocab_size or min(request.prompt_ids) < 0:
+        size = self.target.vocab_size
+        strange = [token for token in (max(request.prompt_ids), min(request.prompt_ids)) if not 0 <= token < size]
+        if strange:
             raise EngineError(
-                f"request {request.id}: token id {largest} is outside the target's vocabulary "
-                f"of {self.target.vocab_size}",
+                f"request {request.id}: token id {strange[0]} is outside the target's vocabulary of {size}",
                 remedy="tokenise the prompt with the target's tokenizer",
             )
 
@@ -342,18 +342,18 @@ class Engine:
         for row, proposed, depth, kept, count, reason in facts:
             self.records.append(
                 RoundRecord(
-                    row.request.id,
-                    row.request.turn,
-                    row.rounds,
-                    proposed,
-                    kept,
-                    count,
-                    reason,
-                    len(facts),
-                    draft_s,
-                    verify_s,
-                    host_s,
-                    depth,
+                    request=row.request.id,
+                    turn=row.request.turn,
+                    round=row.rounds,
+                    proposed=proposed,
+                    accepted=kept,
+                    emitted=count,
+                    reason=reason,
+                    batch=len(facts),
+                    draft_s=draft_s,
+                    verify_s=verify_s,
+                    host_s=host_s,
+                    depth=depth,
                 )
             )
             row.rounds += 1

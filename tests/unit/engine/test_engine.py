@@ -64,7 +64,8 @@ def test_prompt_as_long_as_the_context() -> None:
     ("request_", "message"),
     [
         (Request("a", [], 4), "empty prompt"),
-        (Request("a", [VOCAB], 4), "outside the target's vocabulary"),
+        (Request("a", [VOCAB], 4), f"token id {VOCAB} is outside the target's vocabulary of {VOCAB}"),
+        (Request("a", [5, -1, 7], 4), "token id -1 is outside"),
         (Request("a", [3], -1), "max_new_tokens is -1"),
     ],
 )
