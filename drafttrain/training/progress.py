@@ -52,7 +52,6 @@ class ProgressLine:
                 highlight=False,
                 soft_wrap=True,
             )
-
         elif record["kind"] == "guard":
             back = "" if record["to_step"] is None else f", back to the draft of step {record['to_step']}"
             self.console.print(

@@ -19,7 +19,7 @@ class Replicated(Strategy):
     """The draft's gradients are averaged over ranks; nothing is sharded.
 
     Args:
-        accelerator: of `join_ranks`.
+        accelerator: of `make_accelerator`.
         step: the forward that is trained.
         optimizer: over the draft's trainable parameters.
     """
