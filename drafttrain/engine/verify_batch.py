@@ -11,7 +11,9 @@ from drafttrain.engine.sampling import SamplingParams, Stream
 from drafttrain.engine.tree import Tree, ancestors
 from drafttrain.engine.typical import verify_typical
 from drafttrain.engine.verify import Part, Proposal, Verdict, verify_chain
+from drafttrain.engine.verify_kernels import reject_by_kernel
 from drafttrain.engine.verify_tree import verify_tree
+from drafttrain.ops.backend import Impl, use_triton
 
 
 def side_by_side(parts: Sequence[Part], rows: int) -> Proposal:
@@ -48,6 +50,7 @@ def verify_batch(
     proposal: Proposal,
     params: Sequence[SamplingParams],
     streams: Sequence[Stream | None],
+    impl: Impl = "auto",
 ) -> Verdict:
     """Check proposals against the target; every row is decided about as if it were alone.
 
@@ -55,12 +58,13 @@ def verify_batch(
         logits: [n, K+1, V], the target's after the root and after each draft token.
         proposal: chains, trees, or both side by side.
         params, streams: one a row; a greedy row needs no stream.
+        impl: of the walk along drafts that were sampled; "auto" takes the kernel on CUDA.
     """
     parts = list(proposal.parts) or [Part(torch.arange(len(proposal.tokens)), proposal)]
     if any(p.lossy for p in params):
         parts = [half for part in parts for half in _by_rule(part, params)]
     if len(parts) == 1:
-        return _verify(logits, parts[0].proposal, params, streams)
+        return _verify(logits, parts[0].proposal, params, streams, impl)
     accepted = torch.zeros(len(logits), dtype=torch.int64)
     bonus = torch.zeros(len(logits), dtype=torch.int64, device=logits.device)
     paths = []
@@ -68,7 +72,7 @@ def verify_batch(
         own = part.rows.tolist()
         here = part.rows.to(logits.device)
         seen = logits[here, : part.proposal.tokens.shape[1] + 1]
-        verdict = _verify(seen, part.proposal, [params[i] for i in own], [streams[i] for i in own])
+        verdict = _verify(seen, part.proposal, [params[i] for i in own], [streams[i] for i in own], impl)
         accepted[part.rows], bonus[here] = verdict.accepted, verdict.bonus
         paths.append(verdict.path)
     if proposal.tree is None:
@@ -81,10 +85,17 @@ def verify_batch(
 
 
 def _verify(
-    logits: Tensor, proposal: Proposal, params: Sequence[SamplingParams], streams: Sequence[Stream | None]
+    logits: Tensor,
+    proposal: Proposal,
+    params: Sequence[SamplingParams],
+    streams: Sequence[Stream | None],
+    impl: Impl,
 ) -> Verdict:
     if any(p.lossy for p in params):
         return verify_typical(logits, proposal, params, streams)
+    sampled = proposal.q is not None and proposal.tokens.shape[1] > 0 and not all(p.greedy for p in params)
+    if sampled and use_triton("tree_walk", impl, logits.device):
+        return reject_by_kernel(logits, proposal, params, streams)
     # Rows without room for a node are chains of none.
     rule = verify_chain if proposal.tree is None or not proposal.tokens.shape[1] else verify_tree
     return rule(logits, proposal, params, streams)

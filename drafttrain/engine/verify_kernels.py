@@ -7,9 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from drafttrain.engine.sampling import SamplingParams, probabilities
+from drafttrain.engine.sampling import SamplingParams, Stream, probabilities, uniforms
 from drafttrain.engine.verify import Proposal, Verdict
-from drafttrain.ops.backend import Impl
 from drafttrain.ops.tree_walk import Family, Walk, chain_family, walk_by_rejection
 
 # Probabilities held at once: 1 GiB. Rows are independent, so more of them are checked in turn.
@@ -20,27 +19,27 @@ def reject_by_kernel(
     logits: Tensor,
     proposal: Proposal,
     params: Sequence[SamplingParams],
-    decides: Tensor,
-    draws: Tensor,
-    impl: Impl = "auto",
+    streams: Sequence[Stream | None],
 ) -> Verdict:
-    """Check chains or trees whose tokens were sampled.
+    """Check chains or trees whose tokens were sampled, from the numbers that `verify_chain` and `verify_tree` take.
 
     Args:
         logits: [n, N+1, V], the target's after the root and after each draft token.
         proposal: with q.
-        params: one a row.
-        decides: float64 [n, N], a number for each token.
-        draws: float64 [n, D+1], one a depth, for the target's own token there.
-        impl: of the walk.
+        params, streams: one a row; a greedy row needs no stream.
+
+    Raises:
+        EngineError: a device that the kernel cannot run on.
     """
     assert proposal.q is not None and proposal.vocab_map is not None
-    device, tree = logits.device, proposal.tree
+    device, tree, nodes = logits.device, proposal.tree, proposal.tokens.shape[1]
+    depth = nodes
     if tree is None:
-        family = chain_family(proposal.tokens.shape[1], device)
+        family = chain_family(nodes, device)
     else:
         assert tree.children is not None and tree.q_rows is not None
-        family = Family(tree.children.to(device), tree.q_rows.to(device))
+        family, depth = Family(tree.children.to(device), tree.q_rows.to(device)), int(tree.depths.max())
+    decides, draws = uniforms(streams, nodes), uniforms(streams, depth + 1, by_place=True)
     to_draft, q = proposal.vocab_map.to_draft.to(device), proposal.q
     counts, decides, draws = (x.to(device) for x in (proposal.counts, decides, draws))
     step = max(1, _ENTRIES // logits[0].numel())
@@ -50,7 +49,7 @@ def reject_by_kernel(
         p = probabilities(logits[own], params[own])
         walks.append(
             walk_by_rejection(
-                p, q[own], proposal.tokens[own], counts[own], family, to_draft, decides[own], draws[own], impl=impl
+                p, q[own], proposal.tokens[own], counts[own], family, to_draft, decides[own], draws[own], impl="triton"
             )
         )
     walk = Walk(*(torch.cat(parts) for parts in zip(*walks, strict=True)))

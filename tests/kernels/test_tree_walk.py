@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from drafttrain.engine.sampling import RowStreams, SamplingParams, uniforms
+from drafttrain.engine.sampling import RowStreams, SamplingParams
 from drafttrain.engine.tree import TreeShape
 from drafttrain.engine.verify import Proposal, verify_chain
-from drafttrain.engine.verify_kernels import reject_by_kernel
+from drafttrain.engine.verify_batch import verify_batch
 from drafttrain.engine.verify_tree import verify_tree
 from drafttrain.modeling.vocab_map import VocabMap
 from drafttrain.ops.tree_walk import Family, Walk, chain_family, walk_by_match, walk_by_rejection
@@ -185,11 +185,9 @@ def test_sampled_verdicts_of_the_engine_are_these(draft_vocab: int, chain: int, 
     streams = [None if p.greedy else RowStreams(p.seed, str(i)).verdict(3) for i, p in enumerate(params)]
     tree = None if chain else TREE.on(torch.device("cpu"))[0]
     proposal = Proposal(case.tokens, case.counts, case.q, case.map, tree)
-    want = (verify_chain if chain else verify_tree)(case.logits, proposal, params, streams)
-    depth = chain or TREE.depth
-    decides, draws = uniforms(streams, case.nodes), uniforms(streams, depth + 1, by_place=True)
+    want = verify_batch(case.logits, proposal, params, streams, impl="reference")
     there = replace(proposal, tokens=case.tokens.to(device), q=case.q.to(device), tree=tree and TREE.on(device)[0])
-    got = reject_by_kernel(case.logits.to(device), there, params, decides, draws, impl="triton")
+    got = verify_batch(case.logits.to(device), there, params, streams, impl="triton")
     assert torch.equal(got.accepted, want.accepted) and torch.equal(got.bonus.cpu(), want.bonus)
     assert (got.path is None) == (want.path is None)
     if got.path is not None and want.path is not None:
