@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from drafttrain.engine.graphs import Clock, Graph, bucket_of, buckets
-from drafttrain.engine.proposers.on_device import DeviceDraft, Drafted
+from drafttrain.engine.proposers.device_draft import DeviceDraft, Drafted
 from drafttrain.modeling.causal_lm import CausalLM
 from drafttrain.modeling.kv_cache import StaticKVCache
 from drafttrain.modeling.taps import Tap

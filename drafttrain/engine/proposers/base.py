@@ -5,11 +5,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from drafttrain.engine.proposers.device_draft import DeviceDraft
 from drafttrain.engine.records import Request
 from drafttrain.engine.sampling import RowStreams
 from drafttrain.engine.tree import DynamicTree, TreeShape
@@ -18,9 +19,6 @@ from drafttrain.errors import EngineError
 from drafttrain.modeling.causal_lm import CausalLM
 from drafttrain.modeling.kv_cache import StaticKVCache
 from drafttrain.modeling.taps import FeatureSpec, Tap
-
-if TYPE_CHECKING:
-    from drafttrain.engine.proposers.on_device import DeviceDraft
 
 
 @dataclass

@@ -12,8 +12,9 @@ from drafttrain.drafters.base import DraftInputs
 from drafttrain.drafters.eagle.base import EagleDrafter
 from drafttrain.engine.proposers.base import Proposer, Row
 from drafttrain.engine.proposers.choose import Chooser
+from drafttrain.engine.proposers.device_draft import DeviceDraft
 from drafttrain.engine.proposers.grow import grow_dynamic, grow_static
-from drafttrain.engine.proposers.on_device import DeviceDraft, EagleOnDevice
+from drafttrain.engine.proposers.on_device import EagleOnDevice
 from drafttrain.engine.tree import DynamicTree, TreeShape
 from drafttrain.engine.verify import Proposal
 from drafttrain.modeling.kv_cache import StaticKVCache
