@@ -229,9 +229,8 @@ def prepare_drafter(
             drafter = build_drafter(recipe.drafter, target.config, vocab_map, target.device)
             with target.blocks_at_hand(blocks_read(recipe.drafter, target.n_layers)):
                 init_from_target(drafter, target)
-        lora = getattr(recipe.drafter, "lora", None)
-        if lora is not None:
-            add_lora(drafter, lora)
+        if recipe.drafter.lora is not None:
+            add_lora(drafter, recipe.drafter.lora)
     except ValueError as error:
         raise RecipeError(str(error), where="drafter") from None
     return drafter, drafter.vocab_map.to("cpu").coverage(counts)

@@ -58,7 +58,7 @@ def train_recipe(recipe: Recipe, resume: Resume, console: Console) -> TrainResul
         UserError: see `build_run` and `Trainer.fit`.
     """
     require_tracker(recipe.tracking)
-    require_peft(getattr(recipe.drafter, "lora", None))
+    require_peft(recipe.drafter.lora)
     launch = requested()
     check_against_recipe(launch, recipe)
     if recipe.training.num_threads is not None:
@@ -181,9 +181,9 @@ def _fit(
         )
 
     def save(name: str, whole: Whole) -> None:
-        lora = getattr(recipe.drafter, "lora", None)
-        if lora is not None:
-            save_adapter(folder / f"{name}-{ADAPTER}", parts.drafter, lora, whole.adapter, _base(recipe))
+        if recipe.drafter.lora is not None:
+            place = folder / f"{name}-{ADAPTER}"
+            save_adapter(place, parts.drafter, recipe.drafter.lora, whole.adapter, _base(recipe))
         save_draft(
             folder / name,
             whole.drafter,
@@ -220,7 +220,7 @@ def _fit(
 def _base(recipe: Recipe) -> str:
     """What a draft's adapters were trained on."""
     drafter = recipe.drafter
-    return getattr(drafter, "warm_start", None) or getattr(drafter, "checkpoint", None) or recipe.target.model
+    return drafter.warm_start or getattr(drafter, "checkpoint", None) or recipe.target.model
 
 
 def _build(recipe: Recipe, report: ConsoleReporter, ranks: Ranks) -> RunParts:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field
 
@@ -29,3 +29,5 @@ class MedusaConfig(Config):
     init_head: Literal["target", "random"] = "target"
     bias: bool = False
     warm_start: str | None = None
+    lora: ClassVar[None] = None
+    """No key of this family."""

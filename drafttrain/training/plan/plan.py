@@ -196,9 +196,8 @@ def _drafter(recipe: Recipe, text: Any) -> tuple[Drafter, list[str]]:
                 notes.append(f"drafter.warm_start {start} is not here: a draft of the recipe's sizes is counted")
         if drafter is None:
             drafter = build_drafter(recipe.drafter, text, device="meta")
-        lora = getattr(recipe.drafter, "lora", None)
-        if lora is not None:
-            add_lora(drafter, lora)
+        if recipe.drafter.lora is not None:
+            add_lora(drafter, recipe.drafter.lora)
     except ValueError as error:
         raise RecipeError(str(error), where="drafter") from None
     return drafter, notes
