@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -119,6 +120,15 @@ def kept_tensors(drafter: nn.Module) -> dict[str, Tensor]:
 def trainable(drafter: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """Trainable parameters, each once."""
     return ((name, parameter) for name, parameter in drafter.named_parameters() if parameter.requires_grad)
+
+
+def step_if_finite(optimizer: torch.optim.Optimizer, rate: float, norm: float) -> None:
+    """Step at learning rate `rate` unless the gradient's norm is NaN or infinite; drop the gradients in any case."""
+    if math.isfinite(norm):
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
 
 
 def bucket_elements(trained: int) -> int:

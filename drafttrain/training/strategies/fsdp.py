@@ -6,7 +6,6 @@ gathered for a micro-batch, as under ZeRO-3.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -20,7 +19,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from drafttrain.drafters.base import DraftBatch
 from drafttrain.losses.objective import ObjectiveOutput
 from drafttrain.training.step import LossOnly, TrainStep
-from drafttrain.training.strategies.base import Snapshot, Strategy, kept_tensors, on_cpu, trainable
+from drafttrain.training.strategies.base import Snapshot, Strategy, kept_tensors, on_cpu, step_if_finite, trainable
 
 
 class FullyShardedData(Strategy):
@@ -65,11 +64,7 @@ class FullyShardedData(Strategy):
         bound = float("inf") if limit is None else limit
         total = nn.utils.clip_grad_norm_([p for _, p in trainable(self.drafter)], bound, foreach=False)
         norm = float(total.full_tensor() if isinstance(total, DTensor) else total)
-        if math.isfinite(norm):
-            for group in self.optimizer.param_groups:
-                group["lr"] = rate
-            self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        step_if_finite(self.optimizer, rate, norm)
         return norm
 
     def drop(self) -> None:

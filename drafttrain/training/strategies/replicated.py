@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from drafttrain.drafters.base import DraftBatch
 from drafttrain.losses.objective import ObjectiveOutput
 from drafttrain.training.step import TrainStep
-from drafttrain.training.strategies.base import Snapshot, Strategy, kept_tensors, on_cpu
+from drafttrain.training.strategies.base import Snapshot, Strategy, kept_tensors, on_cpu, step_if_finite
 
 
 class Replicated(Strategy):
@@ -45,11 +45,7 @@ class Replicated(Strategy):
         """See `Strategy`."""
         bound = float("inf") if limit is None else limit
         norm = float(nn.utils.clip_grad_norm_(self.drafter.parameters(), bound))
-        if torch.isfinite(torch.tensor(norm)):
-            for group in self.optimizer.param_groups:
-                group["lr"] = rate
-            self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        step_if_finite(self.optimizer, rate, norm)
         return norm
 
     def drop(self) -> None:
