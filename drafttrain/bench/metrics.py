@@ -100,10 +100,5 @@ def by_category(records: Iterable[RoundRecord], category_of: Mapping[str, str]) 
     return {category: rows for category, rows in groups.items() if rows}
 
 
-def expected_tau(alpha: float, depth: int) -> float:
-    """tau of a chain of `depth` drafts under i.i.d. acceptance: (1 - a^(K+1)) / (1 - a) (2211.17192)."""
-    return sum(alpha**i for i in range(depth + 1))
-
-
 def _ratio(top: int, bottom: int) -> float | None:
     return top / bottom if bottom else None

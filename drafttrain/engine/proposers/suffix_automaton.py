@@ -61,11 +61,6 @@ class SuffixAutomaton:
         state = self._next[state].get(token, 0)
         return Match(state, length + 1) if state else NOTHING
 
-    def shorter(self, match: Match) -> Match:
-        """The longest suffix of the match that occurred more often."""
-        state = max(self._link[self._current(match).state], 0)
-        return Match(state, self._length[state])
-
     def continuation(self, match: Match, count: int, least: float = 0.0) -> tuple[list[int], list[float]]:
         """What followed most often, token by token; the latest of those that followed equally often.
 

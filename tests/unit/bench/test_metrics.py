@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drafttrain.bench.metrics import acceptance, by_category, expected_tau
+from drafttrain.bench.metrics import acceptance, by_category
 from drafttrain.engine.acceptance import acceptance_counts, is_cut, tau
 from drafttrain.engine.records import RoundRecord
 
@@ -83,11 +83,6 @@ def test_no_rounds_give_no_figures() -> None:
     result = acceptance([])
     assert (result.tau, result.tau_ci, result.tau_request_mean, result.acceptance_rate) == (None,) * 4
     assert tau([]) is None
-
-
-def test_expected_tau_of_the_design() -> None:
-    assert expected_tau(0.8, 5) == pytest.approx(3.69, abs=0.005)
-    assert expected_tau(1.0, 4) == 5.0
 
 
 def test_categories_keep_their_order_and_drop_empty_ones(record: Make) -> None:

@@ -56,7 +56,7 @@ def test_a_match_survives_what_is_read_behind_it() -> None:
     automaton.extend([9, 3, 5, 9, 3, 5])
     # "2 3" was followed by 4 alone; "3" was followed by 5 more often.
     assert automaton.continuation(match, 1)[0] == [4]
-    assert automaton.continuation(automaton.shorter(match), 1)[0] == [5]
+    assert automaton.continuation(automaton.follow(NOTHING, 3), 1)[0] == [5]
 
 
 def test_the_most_frequent_continuation_then_the_latest() -> None:
