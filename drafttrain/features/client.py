@@ -175,7 +175,7 @@ class FeatureClient(ABC):
         for share, answer in self._answers(self._deal(samples)):
             for sample, fetched in zip(share, answer, strict=True):
                 features, top1 = self._complete(sample, fetched)
-                if not self._wanted.top1:
+                if not (self._wanted.top1 and sample.spans):
                     top1 = None
                 elif sample.id in self._known:
                     top1 = self._known[sample.id]
@@ -216,8 +216,9 @@ class FeatureClient(ABC):
             yield Captured(sample, {tap: features[tap] for tap in taps}, top1)
 
     def _lacks_top1(self, sample: Sample) -> bool:
-        """Whether a document's top1 is wanted and not known yet."""
-        return self._wanted.top1 and sample.id not in self._known
+        """Whether a document's top1 is wanted and not known yet; a copy that keeps a rank in step has no spans, and
+        needs none."""
+        return self._wanted.top1 and bool(sample.spans) and sample.id not in self._known
 
     def give_up(self) -> None:
         """See `WaitingSource`."""

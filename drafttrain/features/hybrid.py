@@ -64,9 +64,10 @@ class HybridFeatures:
             self._writer.close()
             raise
         self._writing, self._others = True, part.count - 1
-        # Documents that are neither in the store nor in this rank's queue, and their tokens.
-        self._left = {sample.id: len(sample.ids) for sample in self.missing}
-        self._left_tokens = sum(self._left.values())
+        # Documents that are neither in the store nor in this rank's queue, and their tokens. They are written as they
+        # are here: a batch may hold a copy without spans, which keeps a rank in step and says nothing of the labels.
+        self._left = {sample.id: sample for sample in self.missing}
+        self._left_tokens = sum(len(sample.ids) for sample in self.missing)
         # What is written holds every tap of the store, what is read those of this draft.
         self._all_taps = tuple(Tap.parse(name) for name in self._writer.identity.taps)
 
@@ -99,7 +100,7 @@ class HybridFeatures:
         """Compute what is absent, and stop writing once the ranks have written everything."""
         if absent or self._others:
             self._refresh()  # another rank may have written them
-        absent = [sample for sample in absent if not self._has(sample)]
+        absent = [self._left[sample.id] for sample in absent if not self._has(sample)]
         if absent:
             self._compute(absent)
         queued = self._writer.queued_tokens
@@ -127,7 +128,8 @@ class HybridFeatures:
 
     def _found(self, names: Iterable[str]) -> None:
         for name in names:
-            self._left_tokens -= self._left.pop(name, 0)
+            if (sample := self._left.pop(name, None)) is not None:
+                self._left_tokens -= len(sample.ids)
 
     def close(self) -> None:
         """Write what is queued, mark the store complete if it holds every document, and let other jobs write to it.

@@ -96,7 +96,7 @@ class OnlineFeatures:
             sample, top1 = captured.sample, captured.top1
             if top1 is not None:
                 self._known.keep(sample.id, top1)
-            elif self._want_top1:
+            elif self._want_top1 and sample.spans:
                 top1 = self._known[sample.id]
             for place in found[id(sample)]:
                 buffers.put(place, captured.features, top1)
@@ -108,7 +108,8 @@ class OnlineFeatures:
         """See `FeatureSource`; there is nothing to finish."""
 
     def _is_new(self, sample: Sample) -> bool:
-        return self._want_top1 and sample.id not in self._known
+        # A copy without spans keeps a rank in step: it has no labels, and the document itself is yet to come.
+        return self._want_top1 and bool(sample.spans) and sample.id not in self._known
 
 
 class StoredFeatures:
