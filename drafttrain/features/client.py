@@ -23,7 +23,7 @@ from drafttrain.errors import FeatureServerError
 from drafttrain.features.building import TOLERANCE, difference
 from drafttrain.features.capture import Captured, capture
 from drafttrain.features.config import FeaturesConfig
-from drafttrain.features.layout import Place, Rows, lay_out, places
+from drafttrain.features.layout import Rows, by_document, lay_out
 from drafttrain.features.sources import Buffers, KnownTokens, taps_with_final
 from drafttrain.features.waiting import outcome
 from drafttrain.modeling.taps import FeatureSpec, Tap
@@ -154,9 +154,7 @@ class FeatureClient(ABC):
         """See `FeatureSource`."""
         batch = lay_out(rows, device)
         buffers = Buffers(batch, self._wanted.top1)
-        found: dict[str, list[Place]] = {}
-        for place in places(rows):
-            found.setdefault(place.sample.id, []).append(place)
+        found = by_document(rows)
         began = time.perf_counter()
         try:
             for sample, features, top1 in self._documents([at[0].sample for at in found.values()]):

@@ -13,7 +13,7 @@ from drafttrain.drafters.base import DraftBatch
 from drafttrain.features.building import job_name
 from drafttrain.features.capture import capture
 from drafttrain.features.config import FeaturesConfig
-from drafttrain.features.layout import Place, Rows, lay_out, places
+from drafttrain.features.layout import Rows, by_document, lay_out
 from drafttrain.features.lock import Part
 from drafttrain.features.reader import StoreReader
 from drafttrain.features.sources import Buffers
@@ -75,9 +75,7 @@ class HybridFeatures:
         """See `FeatureSource`."""
         batch = lay_out(rows, device)
         buffers = Buffers(batch, True)
-        found: dict[str, list[Place]] = {}
-        for place in places(rows):
-            found.setdefault(place.sample.id, []).append(place)
+        found = by_document(rows)
         samples = {name: at[0].sample for name, at in found.items()}
         if self._writing:
             self._fill([sample for sample in samples.values() if not self._has(sample)])

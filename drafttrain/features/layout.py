@@ -35,6 +35,14 @@ def places(rows: Rows) -> Iterator[Place]:
             start = end
 
 
+def by_document(rows: Rows) -> dict[str, list[Place]]:
+    """Where each document lies, by its id, in the order in which they come first."""
+    found: dict[str, list[Place]] = {}
+    for place in places(rows):
+        found.setdefault(place.sample.id, []).append(place)
+    return found
+
+
 def lay_out(rows: Rows, device: torch.device | str = "cpu") -> DraftBatch:
     """Tokens, positions, segments and spans of packed rows, without features.
 

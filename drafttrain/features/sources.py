@@ -13,7 +13,7 @@ from torch import Tensor
 from drafttrain.corpus.types import Sample
 from drafttrain.drafters.base import DraftBatch
 from drafttrain.features.capture import UNKNOWN, capture
-from drafttrain.features.layout import Place, Rows, lay_out, places
+from drafttrain.features.layout import Place, Rows, by_document, lay_out, places
 from drafttrain.features.reader import StoreReader
 from drafttrain.features.transfer import stream_here, to_device
 from drafttrain.modeling.causal_lm import CausalLM
@@ -84,9 +84,7 @@ class OnlineFeatures:
     def batch(self, rows: Rows, device: torch.device) -> DraftBatch:
         """See `FeatureSource`."""
         batch = lay_out(rows, device)
-        found: dict[int, list[Place]] = {}
-        for place in places(rows):
-            found.setdefault(id(place.sample), []).append(place)
+        found = by_document(rows)
         samples = [at[0].sample for at in found.values()]
         buffers = Buffers(batch, self._want_top1)
         began = time.perf_counter()
@@ -98,7 +96,7 @@ class OnlineFeatures:
                 self._known.keep(sample.id, top1)
             elif self._want_top1 and sample.spans:
                 top1 = self._known[sample.id]
-            for place in found[id(sample)]:
+            for place in found[sample.id]:
                 buffers.put(place, captured.features, top1)
         # Scattering is a copy of a few MB beside the forward, so it is counted with it.
         self.target_s += time.perf_counter() - began
