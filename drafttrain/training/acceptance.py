@@ -25,6 +25,7 @@ class EngineMeasurement:
         target: as it serves.
         prompts: token ids of each prompt.
         config: draft tokens a round, length and batch size.
+        stop_ids: tokens that end an answer.
     """
 
     def __init__(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,33 @@ FINAL, BEST = "draft", "best"
 """Folders of a run: the draft after the last step, and the one with the longest acceptance measured."""
 
 
+@dataclass(frozen=True)
+class _Run:
+    """What all stages of a run share.
+
+    Attributes:
+        recipe, resume, console: as `train_recipe` got them.
+        launch: what the launcher asked for.
+        accelerator, ranks: the processes.
+        life: tells the other ranks where this one stands.
+        report: says what is done, on the main rank.
+    """
+
+    recipe: Recipe
+    resume: Resume
+    console: Console
+    launch: Launch
+    accelerator: Accelerator
+    ranks: Ranks
+    life: Heartbeat
+    report: ConsoleReporter
+
+    @property
+    def folder(self) -> Path:
+        """Where everything goes."""
+        return Path(self.recipe.run_folder)
+
+
 def train_recipe(recipe: Recipe, resume: Resume, console: Console) -> TrainResult:
     """Train what a recipe says, in its run folder.
 
@@ -84,76 +112,58 @@ def train_recipe(recipe: Recipe, resume: Resume, console: Console) -> TrainResul
         )
         held.enter_context(life)
         held.enter_context(_blaming(ranks, life))
-        return _train(recipe, resume, console, launch, accelerator, ranks, life)
+        report = ConsoleReporter(console, quiet=not ranks.main)
+        return _train(_Run(recipe, resume, console, launch, accelerator, ranks, life, report))
 
 
-def _train(
-    recipe: Recipe,
-    resume: Resume,
-    console: Console,
-    launch: Launch,
-    accelerator: Accelerator,
-    ranks: Ranks,
-    life: Heartbeat,
-) -> TrainResult:
-    report = ConsoleReporter(console, quiet=not ranks.main)
+def _train(run: _Run) -> TrainResult:
+    recipe, ranks, report = run.recipe, run.ranks, run.report
     order = order_of(recipe.training, recipe.training_seed)
-    _refuse_another_run(recipe, resume, order, ranks)
-    parts = _build(recipe, report, ranks)
+    _refuse_another_run(run, order)
+    parts = _build(run)
     ranks.agree(
         "the data",
         {**parts.fingerprint(), "samples": len(parts.corpus.samples), "files": parts.data},
         "the run's folder and the data must be the same files on every host (a shared disk)",
     )
     known = {**parts.fingerprint(), **order, "samples": len(parts.corpus.samples)}
-    _refuse_another_run(recipe, resume, known, ranks)
+    _refuse_another_run(run, known)
     # Features they write together.
     part = Part(ranks.rank, ranks.count)
     ranks.together(lambda: write_features(recipe, parts, report, part))
     with closing(ranks.together(lambda: open_features(recipe, parts, report, part))) as source:
-        return _fit(recipe, resume, console, launch, accelerator, ranks, life, parts, source, report)
+        return _fit(run, parts, source)
 
 
-def _refuse_another_run(recipe: Recipe, resume: Resume, known: dict[str, Any], ranks: Ranks) -> None:
+def _refuse_another_run(run: _Run, known: dict[str, Any]) -> None:
     """Answers and features take hours: a folder that holds another run is refused before them."""
-    if resume == "never":
+    if run.resume == "never":
         return
-    checkpoints = Path(recipe.run_folder) / "checkpoints" if resume == "auto" else resume
-    ranks.together(lambda: require_same_run(checkpoints, known))
+    checkpoints = run.folder / "checkpoints" if run.resume == "auto" else run.resume
+    run.ranks.together(lambda: require_same_run(checkpoints, known))
 
 
-def _fit(
-    recipe: Recipe,
-    resume: Resume,
-    console: Console,
-    launch: Launch,
-    accelerator: Accelerator,
-    ranks: Ranks,
-    life: Heartbeat,
-    parts: RunParts,
-    source: FeatureSource,
-    report: ConsoleReporter,
-) -> TrainResult:
-    main = ranks.main
-    folder = Path(recipe.run_folder)
+def _fit(run: _Run, parts: RunParts, source: FeatureSource) -> TrainResult:
+    recipe, resume, ranks, report = run.recipe, run.resume, run.ranks, run.report
+    main, folder = ranks.main, run.folder
     in_shards = isinstance(parts.target, ShardedTarget)
     if isinstance(parts.target, ShardedTarget):
         source = TogetherFeatures(source, parts.target)
-    provenance = {**collect_provenance(parts.target.identity.to_dict(), parts.data), "sharding": launch.name}
-    ahead = batches_ahead(recipe, accelerator.device.type == "cpu")
+    provenance = {**collect_provenance(parts.target.identity.to_dict(), parts.data), "sharding": run.launch.name}
+    ahead = batches_ahead(recipe, run.accelerator.device.type == "cpu")
     trained = TrainParts(
         parts.drafter, parts.objective, source, parts.corpus.samples, parts.target.head(), in_shards, ahead
     )
     trainer = ranks.together(
         lambda: Trainer(
-            accelerator,
+            run.accelerator,
             recipe.training,
             trained,
             folder,
             seed=recipe.training_seed,
             fingerprint=parts.fingerprint(),
-            launch=launch,
-            life=life,
+            launch=run.launch,
+            life=run.life,
             warn=report.say,
         )
     )
@@ -172,11 +182,11 @@ def _fit(
         if said is not None:
             report.say(said)
         record_provenance(folder, provenance)
-        listeners = _listeners(recipe, folder, trainer, console)
+        listeners = _listeners(recipe, folder, trainer, run.console)
         if trainer.state.step:
             report.say(f"resuming after step {trainer.state.step}")
         report.say(
-            f"training {trainer.total_steps} steps on {ranks.count} process(es), {accelerator.device}, "
+            f"training {trainer.total_steps} steps on {ranks.count} process(es), {run.accelerator.device}, "
             f"{trainer.strategy.name}" + (f", {ahead} micro-batches ahead" if ahead else "")
         )
 
@@ -198,7 +208,7 @@ def _fit(
             replace=True,
         )
 
-    with _named_by_rank(life):
+    with _named_by_rank(run.life):
         result = trainer.fit(
             listeners,
             measure=_measurement(recipe, parts),
@@ -213,7 +223,7 @@ def _fit(
         if not (folder / BEST).exists():
             save(BEST, whole)  # nothing was measured: the last draft is the best one known
         report.say(f"the draft is in {folder / FINAL}")
-    accelerator.wait_for_everyone()
+    run.accelerator.wait_for_everyone()
     return result
 
 
@@ -223,7 +233,8 @@ def _base(recipe: Recipe) -> str:
     return drafter.warm_start or getattr(drafter, "checkpoint", None) or recipe.target.model
 
 
-def _build(recipe: Recipe, report: ConsoleReporter, ranks: Ranks) -> RunParts:
+def _build(run: _Run) -> RunParts:
+    recipe, ranks, report = run.recipe, run.ranks, run.report
     if recipe.target.placement != "zero3":
         load = load_target if recipe.target.placement == "whole" else load_ends
         # The main rank writes data and features; the others then find them.
