@@ -18,8 +18,7 @@ from drafttrain.bench.leaderboard import KEYS
 from drafttrain.bench.metrics import acceptance
 from drafttrain.bench.suite import load_suite
 from drafttrain.bench.tables import TITLES
-from drafttrain.cli import eval as command
-from drafttrain.cli.main import main
+from drafttrain.cli.main import build_parser, main
 from drafttrain.drafters.build import build_drafter, init_from_target
 from drafttrain.drafters.eagle.config import Eagle3Config
 from drafttrain.drafters.medusa.config import MedusaConfig
@@ -76,11 +75,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def evaluate(*words: str) -> int:
     """`drafttrain eval` with these arguments, errors raised."""
-    import argparse
-
-    parser = argparse.ArgumentParser()
-    command.register(parser.add_subparsers(required=True))
-    arguments = parser.parse_args(["eval", *words])
+    arguments = build_parser().parse_args(["eval", *words])
     return int(arguments.run(arguments) or 0)
 
 

@@ -107,7 +107,7 @@ def test_sigterm_ends_a_run_that_waits_for_a_server_and_the_run_goes_on(tmp_path
         trainer.source = streamed(server.url)
         records.on_record = both_of(records.on_record, lambda record: record["step"] == 3 and server.stop())  # type: ignore[method-assign]
         result = trainer.fit([records])
-        assert len(told) == 1 and time.monotonic() - told[0] < 20
+        assert told and time.monotonic() - told[0] < 20
     trainer.source.close()
     assert not result.finished and 3 <= result.state.step < 8
     assert [path.name for path in trainer.checkpoints.iterdir()] == [f"step-{result.state.step:08d}"]
