@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from drafttrain.config import Config
-from drafttrain.modeling.blocks import rope_parameters_of
+from drafttrain.modeling.blocks import block_config, rope_parameters_of
 
 
 class DraftArch(Config):
@@ -15,7 +15,8 @@ class DraftArch(Config):
         hidden_size: H of the draft.
         target_hidden_size: width of one tap.
         vocab_size: rows of the target's embedding and head.
-        rope_parameters: the target's, in transformers 5 form.
+        rope_parameters: the target's, in transformers 5 form; whole heads at its base where it turns a part of wider
+            ones ("proportional"), which no engine knows of a draft.
         max_position_embeddings: the target's.
     """
 
@@ -45,31 +46,39 @@ class DraftArch(Config):
         Args:
             text: the target's Hugging Face text config.
         """
+        block = block_config(text)
         hidden = hidden_size or text.hidden_size
-        heads = num_heads or text.num_attention_heads
+        heads = num_heads or block.num_attention_heads
         if hidden_size is None and num_heads is None:
-            head_dim = getattr(text, "head_dim", None) or hidden // heads
-            kv_heads = num_kv_heads or getattr(text, "num_key_value_heads", None) or heads
+            head_dim = getattr(block, "head_dim", None) or hidden // heads
+            kv_heads = num_kv_heads or getattr(block, "num_key_value_heads", None) or heads
         else:
-            head_dim = hidden // heads if num_heads else (getattr(text, "head_dim", None) or hidden // heads)
-            kv_heads = num_kv_heads or min(getattr(text, "num_key_value_heads", None) or heads, heads)
+            head_dim = hidden // heads if num_heads else (getattr(block, "head_dim", None) or hidden // heads)
+            kv_heads = num_kv_heads or min(getattr(block, "num_key_value_heads", None) or heads, heads)
         if heads % kv_heads:
             raise ValueError(f"num_heads {heads} is not a multiple of num_kv_heads {kv_heads}")
         if head_dim % 2:
             raise ValueError(f"hidden_size {hidden} / num_heads {heads} gives a head of {head_dim}: it must be even")
         return DraftArch(
             hidden_size=hidden,
-            intermediate_size=intermediate_size or _intermediate(text, hidden),
+            intermediate_size=intermediate_size or _intermediate(block, hidden),
             num_heads=heads,
             num_kv_heads=kv_heads,
             head_dim=head_dim,
             rms_norm_eps=_norm_eps(text),
             max_position_embeddings=getattr(text, "max_position_embeddings", None) or 4096,
-            rope_parameters=rope_parameters_of(text),
+            rope_parameters=_rope_parameters(text),
             target_hidden_size=text.hidden_size,
             target_layers=text.num_hidden_layers,
             vocab_size=text.vocab_size,
         )
+
+
+def _rope_parameters(text: Any) -> dict[str, Any]:
+    parameters = rope_parameters_of(text)
+    if parameters["rope_type"] == "proportional":
+        return {"rope_type": "default", "rope_theta": parameters["rope_theta"]}
+    return parameters
 
 
 def _intermediate(text: Any, hidden: int) -> int:

@@ -157,6 +157,13 @@ class Drafter(nn.Module, ABC):
     def init_from_target(self, target: CausalLM) -> None:
         """Copy from the target what the config says; does not bind."""
 
+    def check_start(self, target: CausalLM) -> None:
+        """Refuse a target that `init_from_target` would refuse; for a draft on the meta device, which nothing fills.
+
+        Raises:
+            ValueError: blocks that do not fit the draft.
+        """
+
     @staticmethod
     def saved_names(state: dict[str, Tensor]) -> dict[str, Tensor]:
         """The state dict under the names in which it is stored."""

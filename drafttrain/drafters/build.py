@@ -46,6 +46,15 @@ def init_from_target(drafter: Drafter, target: CausalLM) -> None:
     drafter.bind(target.embedding_weight, target.head())
 
 
+def check_start(config: DrafterConfig, target: CausalLM) -> None:
+    """Refuse now what building the draft and `init_from_target` would refuse, before data is made for it.
+
+    Raises:
+        ValueError: sizes, taps or blocks that do not fit the target.
+    """
+    build_drafter(config, target.config, device="meta").check_start(target)
+
+
 def blocks_read(config: DrafterConfig, n_layers: int) -> tuple[int, ...]:
     """Blocks of a target with `n_layers` that `init_from_target` copies from."""
     if isinstance(config, DraftLMConfig):

@@ -77,8 +77,7 @@ class Engine:
             target.compile_forward()
         on_cuda = target.device.type == "cuda"
         plays_on_device = on_cuda if on_device is None else on_device
-        context = int(getattr(target.config, "max_position_embeddings", 0) or max_length)
-        self.max_batch, self.max_length = max_batch, min(max_length, context)
+        self.max_batch, self.max_length = max_batch, min(max_length, target.context)
         room = room_for(
             target, proposer, k=k, rows=max_batch, longest=self.max_length, recorded=on_cuda and plays_on_device
         )

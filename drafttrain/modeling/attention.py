@@ -34,7 +34,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, s
         [B, Hq, T, D].
     """
     if mask is not None and is_packed(mask):
-        return tree_attention(q, k, v, mask, scale, softcap=softcap)
+        return _attend_packed(q, k, v, mask, scale, softcap)
     if mask is not None and is_document_mask(mask):
         return _attend_documents(q, k, v, Documents.of(mask), scale, softcap)
     if softcap is not None:
@@ -54,10 +54,18 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, s
     return out.reshape(batch, q_heads, n_new, v.shape[-1])
 
 
+def _attend_packed(q: Tensor, k: Tensor, v: Tensor, packed: Tensor, scale: float, softcap: float | None) -> Tensor:
+    narrower = q.shape[-1] - v.shape[-1]
+    if narrower <= 0:
+        return tree_attention(q, k, v, packed, scale, softcap=softcap)
+    # Values narrower than keys (latent attention): the kernel has one width.
+    return tree_attention(q, k, F.pad(v, (0, narrower)), packed, scale, softcap=softcap)[..., : v.shape[-1]]
+
+
 def _attend_documents(
     q: Tensor, k: Tensor, v: Tensor, documents: Documents, scale: float, softcap: float | None
 ) -> Tensor:
-    if documents.plain and softcap is None and supported(q):
+    if documents.plain and softcap is None and supported(q) and q.shape[-1] == v.shape[-1]:
         return ttt_attention(q, [k], [v], documents.layout, scale)
     rows = []
     for lengths, *qkv in zip(documents.lengths(), q.split(1), k.split(1), v.split(1), strict=True):
@@ -114,7 +122,8 @@ def _transformers_attention(
         raise NotImplementedError("attention dropout is not supported: put the model in eval mode")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     out = attend(query, key, value, attention_mask, scale, softcap)
-    return out.transpose(1, 2), None
+    # Contiguous, as transformers' own give it: some architectures take a view of it.
+    return out.transpose(1, 2).contiguous(), None
 
 
 def register() -> None:

@@ -119,6 +119,11 @@ def rope_parameters_of(config: Any) -> dict[str, Any]:
     return parameters
 
 
+def block_config(config: Any, index: int = 0) -> Any:
+    """The config of one block, where blocks differ in size (Gemma 4); else the config itself."""
+    return config.per_layer_config[index] if getattr(config, "is_heterogeneous", False) else config
+
+
 class Rotary(nn.Module):
     """cos and sin for rotary positions, with every scaling that transformers knows.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Iterable
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -13,15 +14,19 @@ from torch import Tensor, nn
 
 from drafttrain.errors import TargetError
 from drafttrain.modeling.attention import ATTENTION_NAME, register
+from drafttrain.modeling.blocks import rope_parameters_of
 from drafttrain.modeling.compiled import compile_parts
 from drafttrain.modeling.course import Course, Courses
 from drafttrain.modeling.fused_block import fuse_blocks, unfuse_blocks
 from drafttrain.modeling.head import Head
 from drafttrain.modeling.kv_cache import StaticKVCache
+from drafttrain.modeling.kv_shape import KVShape, MeasuringCache
 from drafttrain.modeling.taps import Tap
 from drafttrain.ops.packed_linear import pack_linears
 
 C = TypeVar("C", bound=StaticKVCache)
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -48,6 +53,9 @@ class CausalLM(nn.Module):
     """A Hugging Face causal LM split into embedding, blocks, final norm and head.
 
     Logits are never computed by `forward`: callers apply `lm_head` to the rows they want.
+
+    Attributes:
+        context: longest sequence in tokens.
     """
 
     body: Any
@@ -60,19 +68,21 @@ class CausalLM(nn.Module):
         self.hf = hf
         self.config = hf.config.get_text_config()
         hf.set_attn_implementation(ATTENTION_NAME)
+        self._windows = _layer_windows(self.config)
         # Views into `hf`, not submodules of their own: the state dict must hold every tensor once.
         body = find_body(hf)
-        vars(self).update(body=body, layers=body.layers, norm=_find_norm(body))
+        vars(self).update(body=body, layers=body.layers, norm=_find_norm(hf, body))
         self.n_layers = len(self.layers)
         self.hidden_size: int = self.config.hidden_size
+        self.context = _context(self.config)
         self._cache_argument = _cache_argument(self.body)
-        self._windows = _layer_windows(self.config)
+        self._measured: KVShape | None = None
         self._prepared_head: Head | None = None
         self._prepared_version = -1
         self._is_compiled = False
         self.courses = Courses(body)
         self._install_taps()
-        self._check_no_sinks()
+        self._check_attention()
 
     @property
     def vocab_size(self) -> int:
@@ -147,7 +157,7 @@ class CausalLM(nn.Module):
         return normed
 
     def embed(self, ids: Tensor) -> Tensor:
-        """ids [...] -> [..., H], with the architecture's scaling of embeddings."""
+        """ids [...] -> [..., H], what the embedding module gives; some bodies scale or norm it further."""
         embedded: Tensor = self.hf.get_input_embeddings()(ids)
         return embedded
 
@@ -157,19 +167,33 @@ class CausalLM(nn.Module):
 
     def new_cache_of(self, kind: type[C], rows: int, length: int) -> C:
         """The same of a kind of cache."""
-        heads, dim = self._kv_shape()
-        return kind(self.n_layers, heads, dim, rows, length, self.dtype, self.device)
+        heads, keys, values = self._kv_shape()
+        return kind(self.n_layers, heads, keys, rows, length, self.dtype, self.device, values)
 
     def cache_bytes(self, rows: int, length: int) -> int:
         """What `new_cache` will allocate, in bytes."""
-        heads, dim = self._kv_shape()
-        return 2 * self.n_layers * heads * dim * rows * length * self.dtype.itemsize
+        return self._kv_shape().width * rows * length * self.dtype.itemsize
 
-    def _kv_shape(self) -> tuple[int, int]:
-        config = self.config
-        heads: int = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-        dim: int = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        return heads, dim
+    def _kv_shape(self) -> KVShape:
+        """What each layer hands to a cache, from a forward of one token: configs say it in many ways, or wrongly."""
+        if self._measured is None:
+            seen, ids = MeasuringCache(), torch.zeros(1, 1, dtype=torch.int64, device=self.device)
+            mask = None if len(self._windows) == 1 else dict.fromkeys(self._windows)
+            with torch.inference_mode():
+                self.body(
+                    input_ids=ids,
+                    attention_mask=mask,
+                    position_ids=ids,
+                    use_cache=True,
+                    **{self._cache_argument: seen},
+                )
+            if not seen.found or max(seen.found) >= self.n_layers:
+                raise TargetError(
+                    f"{type(self.hf).__name__} caches layers {sorted(seen.found)} in {self.n_layers} blocks",
+                    remedy="choose a target with one attention in a block",
+                )
+            self._measured = seen.shape(self.n_layers)
+        return self._measured
 
     def forward(
         self,
@@ -253,7 +277,13 @@ class CausalLM(nn.Module):
 
         self.norm.register_forward_pre_hook(before_norm)
 
-    def _check_no_sinks(self) -> None:
+    def _check_attention(self) -> None:
+        if getattr(self.config, "use_bidirectional_attention", None) in (True, "all"):
+            raise TargetError(
+                f"{type(self.hf).__name__} lets tokens see those behind them: config.json says "
+                "use_bidirectional_attention",
+                remedy="choose a target that generates text; this one embeds it",
+            )
         if any(hasattr(getattr(layer, "self_attn", None), "sinks") for layer in self.layers):
             raise TargetError(
                 f"{type(self.hf).__name__} uses attention sinks, which the bundled attention does not compute",
@@ -271,19 +301,42 @@ def find_body(hf: Any) -> Any:
     for name in ("language_model", "text_model", "decoder"):
         body = getattr(body, name, body)
     if not hasattr(body, "layers") or not hasattr(hf.config.get_text_config(), "hidden_size"):
-        raise TargetError(
-            f"{type(hf).__name__} has no list of decoder layers that drafttrain recognises",
-            remedy="Llama, Qwen, Mistral, Gemma, Phi and their relatives are supported",
-        )
+        raise _not_recognised(hf, "no list of decoder layers")
     return body
 
 
-def _find_norm(body: Any) -> nn.Module:
+def _find_norm(hf: Any, body: Any) -> nn.Module:
     for name in ("norm", "final_layernorm", "final_layer_norm", "ln_f"):
         module = getattr(body, name, None)
         if isinstance(module, nn.Module):
             return module
-    raise TargetError(f"{type(body).__name__} has no final norm that drafttrain recognises")
+    raise _not_recognised(hf, "no final norm")
+
+
+def _not_recognised(hf: Any, what: str) -> TargetError:
+    name = type(hf).__name__
+    if getattr(hf, "_is_stateful", False):
+        return TargetError(
+            f"{name} keeps a recurrent state, out of which rejected draft tokens cannot be taken",
+            remedy="choose a target whose layers are full or sliding attention",
+        )
+    return TargetError(
+        f"{name} has {what} that drafttrain recognises",
+        remedy="Llama, Qwen, Mistral, Gemma, Phi and their relatives are supported; docs/targets.md lists them",
+    )
+
+
+def _context(config: Any) -> int:
+    """Tokens of the longest text.
+
+    Behind its first length longrope turns all positions otherwise, those of cached keys and of a batch's shorter rows
+    too: what is generated there depends on what is generated beside it.
+    """
+    longest = int(getattr(config, "max_position_embeddings", 0) or 2**31)
+    rope = rope_parameters_of(config) if getattr(config, "rope_parameters", None) else {}
+    if rope.get("rope_type") == "longrope":
+        return min(longest, int(rope["original_max_position_embeddings"]))
+    return longest
 
 
 def _cache_argument(body: Any) -> str:
@@ -292,10 +345,21 @@ def _cache_argument(body: Any) -> str:
     return "cache" if "cache" in names else "past_key_values"
 
 
+def _own(config: Any, key: str) -> Any:
+    """The value of a key, None where the architecture has no such key: transformers keeps those of a config.json that
+    nothing reads, and a window that the model does not have must not be given to it."""
+    value = getattr(config, key, None)
+    kind = type(config)
+    known = key in inspect.signature(kind.__init__).parameters or hasattr(kind, key)
+    if value is None or known or not kind.__module__.startswith("transformers."):
+        return value
+    _log.warning("config.json: %s has no effect in %s: left out", key, kind.__name__)
+    return None
+
+
 def _layer_windows(config: Any) -> dict[str, int | None]:
     """Layer type -> sliding window. One entry where all layers are alike."""
-    window = getattr(config, "sliding_window", None)
-    kinds = getattr(config, "layer_types", None)
+    window, kinds = _own(config, "sliding_window"), _own(config, "layer_types")
     if kinds is None:
         use = getattr(config, "use_sliding_window", True)
         return {"full_attention": window if use else None}

@@ -23,7 +23,7 @@ from drafttrain.ops.tree_attention import MAX_TAIL, pack
 
 
 class StaticKVCache(Cache):
-    """Keys and values [layers][rows, Hkv, length, D], allocated once.
+    """Keys and values [layers][rows, Hkv, length, D], allocated once. Hkv and D may differ by layer, D between the two.
 
     A forward is announced by `begin` (how many rows, how many new tokens, which of them see which), then each layer
     calls `update` (transformers' modules) or `attend` (our own drafts), then `commit` keeps some of the new tokens.
@@ -44,24 +44,26 @@ class StaticKVCache(Cache):
         length: int,
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
+        value_dim: int | list[int] | None = None,
     ) -> None:
         heads = [kv_heads] * n_layers if isinstance(kv_heads, int) else kv_heads
         dims = [head_dim] * n_layers if isinstance(head_dim, int) else head_dim
+        values = dims if value_dim is None else [value_dim] * n_layers if isinstance(value_dim, int) else value_dim
         super().__init__(layers=[])
         self.rows, self.length = rows, length
         self.device = torch.device(device)
-        # Layers of one shape share a tensor [layers, 2, rows, Hkv, length, D]: tokens move in one copy for all.
-        shapes = list(zip(heads, dims, strict=True))
-        members = {shape: [i for i, other in enumerate(shapes) if other == shape] for shape in dict.fromkeys(shapes)}
-        self._stores = [
-            torch.zeros(len(layers), 2, rows, h, length, d, dtype=dtype, device=device)
-            for (h, d), layers in members.items()
-        ]
-        place = {
-            layer: store[number]
-            for store, layers in zip(self._stores, members.values(), strict=True)
-            for number, layer in enumerate(layers)
-        }
+        # Layers of one shape share a tensor [layers, 2, rows, Hkv, length, D]: tokens move in one copy for all. Where
+        # keys and values differ in width (a latent and its rotary part), either have one [layers, 1, ...] of their own.
+        shapes = list(zip(heads, dims, values, strict=True))
+        self._stores: list[Tensor] = []
+        place: dict[int, tuple[Tensor, Tensor]] = {}
+        for shape in dict.fromkeys(shapes):
+            layers = [layer for layer, other in enumerate(shapes) if other == shape]
+            h, d, dv = shape
+            widths = [(d, 2)] if d == dv else [(d, 1), (dv, 1)]
+            made = [torch.zeros(len(layers), n, rows, h, length, w, dtype=dtype, device=device) for w, n in widths]
+            self._stores += [store for store in made if store.numel()]
+            place |= {layer: (made[0][i, 0], made[-1][i, -1]) for i, layer in enumerate(layers)}
         self.k = [place[layer][0] for layer in range(n_layers)]
         self.v = [place[layer][1] for layer in range(n_layers)]
         self.lengths = torch.zeros(rows, dtype=torch.int64)

@@ -19,7 +19,7 @@ from drafttrain.corpus.dataset import Corpus, answer_counts, build_corpus, split
 from drafttrain.corpus.samples import lengths_of
 from drafttrain.corpus.types import Conversation, Sample
 from drafttrain.drafters.base import Drafter
-from drafttrain.drafters.build import blocks_read, build_drafter, init_from_target, new_vocab_map
+from drafttrain.drafters.build import blocks_read, build_drafter, check_start, init_from_target, new_vocab_map
 from drafttrain.drafters.eagle.eagle3 import Eagle3Drafter
 from drafttrain.drafters.eagle.widen import widen_vocab
 from drafttrain.drafters.lora import add_lora
@@ -116,6 +116,7 @@ def build_run(
         UserError: whatever a stage cannot use; what stages before left stays.
     """
     target = prepare_target(recipe, report, load)
+    _check_start(recipe, target)
     chat = ChatRenderer(target.tokenizer, recipe.data.template_kwargs, target.stop_ids)
     corpus, held_out = data_first(lambda: prepare_corpus(recipe, target, chat, report))
     drafter, coverage = prepare_drafter(recipe, target, chat, corpus.samples)
@@ -150,6 +151,18 @@ def prepare_target(
     # after its answers or a measurement would not see the features of an unbroken one.
     target.prepare_for_inference()
     return target
+
+
+def _check_start(recipe: Recipe, target: TargetModel) -> None:
+    """Answers take hours: a draft that cannot start from this target is refused before them."""
+    config = recipe.drafter
+    if config.warm_start:
+        return
+    try:
+        with target.blocks_at_hand(blocks_read(config, target.n_layers)):
+            check_start(config, target)
+    except ValueError as error:
+        raise RecipeError(str(error), where="drafter") from None
 
 
 @dataclass(frozen=True)
@@ -192,9 +205,10 @@ def prepare_corpus(recipe: Recipe, target: TargetModel, chat: ChatRenderer, repo
         report.say(line)
     # Answers lie in the order in which they were finished, which a resumed run does not repeat.
     training, held_out = split_held_out(conversations, data.held_out, seed=recipe.seed)
-    corpus = build_corpus(
-        training, chat, max_length=data.max_length, vocab_size=target.vocab_size, supervise=data.supervise
-    )
+    longest = min(data.max_length, target.context)
+    if longest < data.max_length:
+        report.say(f"data: samples are cut at {longest} tokens, the target's context, not at {data.max_length}")
+    corpus = build_corpus(training, chat, max_length=longest, vocab_size=target.vocab_size, supervise=data.supervise)
     report.say(
         f"data: {len(corpus.samples)} samples of {corpus.tokens} tokens, {corpus.supervised / corpus.tokens:.0%} "
         f"supervised; {len(corpus.rejects)} conversations refused, {len(held_out)} held out"

@@ -58,8 +58,7 @@ class InProcess:
     @staticmethod
     def of(target: CausalLM, batch_size: int) -> InProcess:
         """A loaded target on the bundled engine, `batch_size` sequences at a time."""
-        context = getattr(target.config, "max_position_embeddings", None)
-        return InProcess(TargetGenerator(target, batch_size), context)
+        return InProcess(TargetGenerator(target, batch_size), target.context)
 
 
 @dataclass(frozen=True)

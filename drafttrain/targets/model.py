@@ -6,11 +6,9 @@ from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-import torch
-
-from drafttrain.errors import TargetError
 from drafttrain.modeling.causal_lm import CausalLM
 from drafttrain.targets.identity import TargetIdentity
+from drafttrain.targets.proof import prove
 
 
 class TargetModel(CausalLM):
@@ -20,7 +18,6 @@ class TargetModel(CausalLM):
         tokenizer: the transformers tokenizer.
         identity: hashes that features and drafts are checked against.
         stop_ids: ids that end a turn or a text, from the generation config and the tokenizer.
-        context: longest sequence in tokens.
         runs: whether its forward can be called here.
     """
 
@@ -31,7 +28,6 @@ class TargetModel(CausalLM):
         self.tokenizer = tokenizer
         self.identity = identity
         self.stop_ids = stop_ids(getattr(hf, "generation_config", None), hf.config, tokenizer)
-        self.context = int(getattr(self.config, "max_position_embeddings", 0) or 2**31)
         self.requires_grad_(False)
         self.eval()
         self._prove_forward()
@@ -44,31 +40,9 @@ class TargetModel(CausalLM):
         """While active, the weights of `blocks` can be read; here they always can."""
         return nullcontext()
 
-    @torch.inference_mode()
     def _prove_forward(self) -> None:
-        """Refuse weights that give NaN, and an architecture whose logits our body and head do not reproduce.
-
-        A target of NaN says one token for ever, which a draft learns at once: it would be measured as a triumph.
-        """
-        if self.device.type == "meta":
-            return
-        ids = torch.arange(8, device=self.device)[None] % self.vocab_size
-        final = self(ids).final
-        if not bool(torch.isfinite(final).all()):
-            raise TargetError(
-                f"its forward gives NaN or Inf in {str(self.dtype).removeprefix('torch.')}",
-                where=self.identity.name,
-                remedy="its weights are damaged, or overflow this dtype: try the dtype bfloat16 or float32",
-            )
-        ours = self.lm_head(final).float()
-        theirs = self.hf(input_ids=ids, use_cache=False).logits.float()
-        # The same tensors through the same kernels: only the order of scaling and casting may differ.
-        tolerance = 1e-2 if self.dtype == torch.float32 else 2e-1
-        if theirs.shape != ours.shape or (theirs - ours).abs().max() > tolerance * theirs.abs().max().clamp(min=1):
-            raise TargetError(
-                f"the logits of {type(self.hf).__name__} are not its head applied to its final state",
-                remedy="this architecture scales its output in a way drafttrain does not know; please report it",
-            )
+        if self.device.type != "meta":
+            prove(self)
 
 
 def stop_ids(generation: Any, config: Any, tokenizer: Any) -> frozenset[int]:

@@ -12,9 +12,11 @@ from torch import Tensor
 from drafttrain.drafters.arch import DraftArch
 from drafttrain.drafters.base import DepthOutput, DraftBatch, DraftCache, Drafter, DraftInputs, DraftOutput
 from drafttrain.drafters.eagle.config import EagleConfig
+from drafttrain.drafters.eagle.initialise import layer_from_block
 from drafttrain.drafters.eagle.layer import EagleLayer
 from drafttrain.drafters.unroll_cache import UnrollCache
 from drafttrain.modeling.blocks import Rotary, compute_dtype
+from drafttrain.modeling.causal_lm import CausalLM
 from drafttrain.modeling.head import Head
 from drafttrain.modeling.kv_cache import StaticKVCache
 from drafttrain.ops.packed_linear import pack_tree
@@ -26,6 +28,7 @@ class EagleDrafter(Drafter, Generic[W]):
     """A recurrent draft over features. `W` is the family's set of packed weights."""
 
     arch: DraftArch
+    config: EagleConfig
     n_layers: int
 
     def __init__(self, arch: DraftArch, device: torch.device | str | None) -> None:
@@ -69,6 +72,21 @@ class EagleDrafter(Drafter, Generic[W]):
             num_heads=config.num_heads,
             num_kv_heads=config.num_kv_heads,
         )
+
+    @property
+    @abstractmethod
+    def first_layer(self) -> EagleLayer:
+        """The layer that starts from a block of the target, where the config says so."""
+
+    def init_layer(self, target: CausalLM) -> None:
+        """Start the first layer as the config says."""
+        block = self.config.init_block(target.n_layers)
+        if block is not None:
+            layer_from_block(self.first_layer, target, block)
+
+    def check_start(self, target: CausalLM) -> None:
+        """See `Drafter.check_start`."""
+        self.init_layer(target)
 
     def compile_training(self) -> None:
         """What stands before and after the attention of each layer."""

@@ -11,7 +11,7 @@ from drafttrain.drafters.arch import DraftArch
 from drafttrain.drafters.base import DepthOutput, DraftCache, DraftOutput
 from drafttrain.drafters.eagle.base import EagleDrafter
 from drafttrain.drafters.eagle.config import Eagle1Config
-from drafttrain.drafters.eagle.initialise import initialise, layer_from_block
+from drafttrain.drafters.eagle.initialise import initialise
 from drafttrain.drafters.eagle.layer import EagleLayer, LayerWeights
 from drafttrain.modeling.causal_lm import CausalLM
 from drafttrain.modeling.head import Head
@@ -77,11 +77,11 @@ class Eagle1Drafter(EagleDrafter[Eagle1Weights]):
         """The layer and fc, each as the config says."""
         if self.config.init_fc == "feature":
             self.fc.weight[:, -self.arch.hidden_size :].copy_(torch.eye(self.arch.hidden_size))
-        block = self.config.init_block(target.n_layers)
-        if block is not None:
-            layer_from_block(self._layer(), target, block)
+        self.init_layer(target)
 
-    def _layer(self) -> EagleLayer:
+    @property
+    def first_layer(self) -> EagleLayer:
+        """The only one."""
         layer = self.layers[0]
         assert isinstance(layer, EagleLayer)
         return layer
@@ -94,7 +94,9 @@ class Eagle1Drafter(EagleDrafter[Eagle1Weights]):
         """Cast and concatenate the weights, differentiably."""
         fc, hidden = self.fc.weight.to(dtype), self.arch.hidden_size
         bias = self.fc.bias.to(dtype) if self.config.fc_bias else None
-        return Eagle1Weights(fc[:, :hidden].contiguous(), fc[:, hidden:].contiguous(), bias, self._layer().pack(dtype))
+        return Eagle1Weights(
+            fc[:, :hidden].contiguous(), fc[:, hidden:].contiguous(), bias, self.first_layer.pack(dtype)
+        )
 
     def read_tokens(self, weights: Eagle1Weights, tokens: Tensor, dtype: torch.dtype) -> Tensor | None:
         """The embedding's half of fc."""
@@ -118,7 +120,7 @@ class Eagle1Drafter(EagleDrafter[Eagle1Weights]):
         fused = linear(state, weights.fc_feature, weights.fc_bias)
         if from_tokens is not None:
             fused = fused + from_tokens
-        predicted = self._layer().run(weights.layer, 0, fused, None, cos, sin, cache, recompute)
+        predicted = self.first_layer.run(weights.layer, 0, fused, None, cos, sin, cache, recompute)
         return DraftOutput(hidden=predicted, readout=predicted)
 
     def disturb(self, features: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from drafttrain.drafters.arch import DraftArch
 from drafttrain.drafters.base import DraftCache, DraftOutput
 from drafttrain.drafters.eagle.base import EagleDrafter
 from drafttrain.drafters.eagle.config import Eagle3Config
-from drafttrain.drafters.eagle.initialise import initialise, layer_from_block, norm_weight
+from drafttrain.drafters.eagle.initialise import initialise, norm_weight
 from drafttrain.drafters.eagle.layer import EagleLayer, LayerWeights
 from drafttrain.modeling.blocks import RMSNorm
 from drafttrain.modeling.causal_lm import CausalLM
@@ -110,14 +110,17 @@ class Eagle3Drafter(EagleDrafter[Eagle3Weights]):
         """Head rows and final norm, the layer and fc, each as the config says."""
         if self.config.init_head == "target":
             self._init_head(target)
-        block = self.config.init_block(target.n_layers)
-        if block is not None:
-            layer_from_block(self.midlayer, target, block)
+        self.init_layer(target)
         if self.config.init_fc == "last":
             if self.arch.hidden_size != self.arch.target_hidden_size:
                 raise ValueError("init_fc 'last' needs a draft as wide as the target")
             self.fc.weight.zero_()
             self.fc.weight[:, -self.arch.hidden_size :].fill_diagonal_(1.0)
+
+    @property
+    def first_layer(self) -> EagleLayer:
+        """The one that reads taps and tokens."""
+        return self.midlayer
 
     def _init_head(self, target: CausalLM) -> None:
         if self.arch.hidden_size != self.arch.target_hidden_size:

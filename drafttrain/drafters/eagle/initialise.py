@@ -38,6 +38,14 @@ def norm_weight(norm: nn.Module, size: int, device: torch.device, dtype: torch.d
     return weight
 
 
+def _weights(ours: nn.Module, theirs: Any, names: tuple[str, ...], fused: str) -> list[tuple[Tensor, Tensor]]:
+    """Pairs of our weight and a block's, of matrices of its own or of the one in which it keeps them together."""
+    own = [getattr(ours, name).weight for name in names]
+    if hasattr(theirs, fused):
+        return list(zip(own, getattr(theirs, fused).weight.split([len(weight) for weight in own]), strict=True))
+    return [(weight, getattr(theirs, name).weight) for weight, name in zip(own, names, strict=True)]
+
+
 @torch.no_grad()
 def layer_from_block(layer: EagleLayer, target: CausalLM, index: int) -> None:
     """Start a draft layer from a block of the target.
@@ -51,14 +59,17 @@ def layer_from_block(layer: EagleLayer, target: CausalLM, index: int) -> None:
         raise ValueError(f"init_layer: the target has blocks 0..{target.n_layers - 1}, not {index}")
     block: Any = target.layers[index]
     try:
-        for name in ("q_proj", "k_proj", "v_proj"):
-            ours, theirs = getattr(layer.self_attn, name).weight, getattr(block.self_attn, name).weight
-            ours[:, -theirs.shape[1] :].copy_(theirs)
+        attention = _weights(layer.self_attn, block.self_attn, ("q_proj", "k_proj", "v_proj"), "qkv_proj")
+        for our, their in attention:
+            our[:, -their.shape[1] :].copy_(their)
         layer.self_attn.o_proj.weight.copy_(block.self_attn.o_proj.weight)
-        for name in ("gate_proj", "up_proj", "down_proj"):
-            getattr(layer.mlp, name).weight.copy_(getattr(block.mlp, name).weight)
-        before_mlp = getattr(block, "pre_feedforward_layernorm", None) or block.post_attention_layernorm
+        for our, their in _weights(layer.mlp, block.mlp, ("gate_proj", "up_proj"), "gate_up_proj"):
+            our.copy_(their)
+        layer.mlp.down_proj.weight.copy_(block.mlp.down_proj.weight)
         before_attention = block.input_layernorm
+        # Attention and MLP that stand side by side read one norm.
+        after = (getattr(block, f"{name}_layernorm", None) for name in ("pre_feedforward", "post_attention"))
+        before_mlp = next((norm for norm in after if norm is not None), before_attention)
     except (AttributeError, RuntimeError) as error:
         raise ValueError(
             f"init_layer: block {index} of {type(target.hf).__name__} does not fit "

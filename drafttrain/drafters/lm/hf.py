@@ -15,6 +15,9 @@ from drafttrain.modeling.causal_lm import CausalLM
 
 _LAYER = re.compile(r"^(.*\blayers\.)(\d+)(\..*)$")
 
+_OF_EACH_BLOCK = ("layer_types", "mlp_layer_types", "no_rope_layers", "num_attention_heads_per_layer")
+"""Lists of a config that say what each block is: its attention, its experts, whether it rotates."""
+
 
 def draft_text_config(config: DraftLMConfig, text: Any) -> Any:
     """The Hugging Face config of the draft for a target with text config `text`."""
@@ -37,9 +40,12 @@ def draft_text_config(config: DraftLMConfig, text: Any) -> Any:
         layers = tuple(range(config.num_layers))
         _resize(draft, config)
     draft.num_hidden_layers = len(layers)
-    kinds = getattr(draft, "layer_types", None)
-    if kinds is not None:
-        draft.layer_types = [kinds[index % len(kinds)] for index in layers]
+    for name in _OF_EACH_BLOCK:
+        value = getattr(text, name, None)
+        if value is not None:
+            setattr(draft, name, [value[index % len(value)] for index in layers])
+    if hasattr(text, "first_k_dense_replace"):
+        draft.first_k_dense_replace = sum(index < text.first_k_dense_replace for index in layers)
     return draft
 
 

@@ -84,6 +84,11 @@ class DraftLM(Drafter):
         elif self.config.init == "checkpoint":
             copy_checkpoint(self.lm, str(self.config.checkpoint))
 
+    def check_start(self, target: CausalLM) -> None:
+        """See `Drafter.check_start`."""
+        if self.config.init == "target_layers":
+            self.init_from_target(target)
+
     def head(self, depth: int) -> Head:
         """The draft's own head."""
         return self.lm.head()

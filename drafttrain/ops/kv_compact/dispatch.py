@@ -15,7 +15,7 @@ def kv_compact(store: Tensor, lengths: Tensor, source: Tensor, first_row: int = 
     forward and all of a head's tokens can be read before the first is written.
 
     Args:
-        store: [L, 2, rows, Hkv, S, D], keys and values of layers of one shape, contiguous.
+        store: [L, 2, rows, Hkv, S, D], keys and values of layers of one shape, contiguous; [L, 1, ...] one of the two.
         lengths: int64 [n], committed tokens of rows first_row .. first_row + n - 1.
         source: int64 [n, m], m <= 128: the token that becomes the j-th behind a row's length is the source[b, j]-th
             now; source[b, j] >= j, ascending in j.

@@ -34,13 +34,13 @@ def _compact(
 
 def compact(store: Tensor, lengths: Tensor, source: Tensor, first_row: int) -> None:
     """As `dispatch.kv_compact`, whose checks it relies on."""
-    layers, _, rows, heads, length, width = store.shape
+    layers, kinds, rows, heads, length, width = store.shape
     moves = source.shape[1]
     if moves == 0:
         return
     block_m = next_power_of_2(moves)
     block_d = min(next_power_of_2(width), max(16, _TILE // block_m))
-    _compact[(len(source), layers * 2 * heads, triton.cdiv(width, block_d))](
+    _compact[(len(source), layers * kinds * heads, triton.cdiv(width, block_d))](
         store, lengths, source.contiguous(), first_row, rows, length, moves,
         HEADS=heads, D=width, BLOCK_M=block_m, BLOCK_D=block_d,
     )  # fmt: skip

@@ -14,6 +14,7 @@ from drafttrain.drafters.eagle.base import EagleDrafter
 from drafttrain.drafters.eagle.eagle1 import Eagle1Drafter
 from drafttrain.drafters.lm.model import DraftLM
 from drafttrain.drafters.medusa.model import MedusaDrafter
+from drafttrain.modeling.blocks import block_config
 from drafttrain.training.plan.products import head_dim
 
 
@@ -125,5 +126,6 @@ def _draft_lm(drafter: DraftLM, widths: Widths, recompute: bool) -> Kept:
 
 
 def kv_heads_of(text: Any) -> int:
-    """Key heads of a Hugging Face text config."""
-    return int(getattr(text, "num_key_value_heads", None) or text.num_attention_heads)
+    """Key heads of a Hugging Face text config; of its first block, where they differ."""
+    block = block_config(text)
+    return int(getattr(block, "num_key_value_heads", None) or block.num_attention_heads)

@@ -11,6 +11,8 @@ from typing import Any
 
 from torch import nn
 
+from drafttrain.modeling.blocks import block_config
+
 
 @dataclass(frozen=True)
 class Flops:
@@ -65,5 +67,6 @@ def active_matrices(model: nn.Module) -> int:
 
 
 def head_dim(text: Any) -> int:
-    """Of a Hugging Face text config."""
-    return int(getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads)
+    """Of a Hugging Face text config; of its first block, where they differ."""
+    block = block_config(text)
+    return int(getattr(block, "head_dim", None) or block.hidden_size // block.num_attention_heads)
