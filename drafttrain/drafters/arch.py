@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from drafttrain.config import Config
-from drafttrain.modeling.blocks import block_config, rope_parameters_of
+from drafttrain.modeling.blocks import block_config, draft_rope_parameters
 
 
 class DraftArch(Config):
@@ -15,8 +15,7 @@ class DraftArch(Config):
         hidden_size: H of the draft.
         target_hidden_size: width of one tap.
         vocab_size: rows of the target's embedding and head.
-        rope_parameters: the target's, in transformers 5 form; whole heads at its base where it turns a part of wider
-            ones ("proportional"), which no engine knows of a draft.
+        rope_parameters: the target's, as `draft_rope_parameters` gives them.
         max_position_embeddings: the target's.
     """
 
@@ -67,18 +66,11 @@ class DraftArch(Config):
             head_dim=head_dim,
             rms_norm_eps=_norm_eps(text),
             max_position_embeddings=getattr(text, "max_position_embeddings", None) or 4096,
-            rope_parameters=_rope_parameters(text),
+            rope_parameters=draft_rope_parameters(text),
             target_hidden_size=text.hidden_size,
             target_layers=text.num_hidden_layers,
             vocab_size=text.vocab_size,
         )
-
-
-def _rope_parameters(text: Any) -> dict[str, Any]:
-    parameters = rope_parameters_of(text)
-    if parameters["rope_type"] == "proportional":
-        return {"rope_type": "default", "rope_theta": parameters["rope_theta"]}
-    return parameters
 
 
 def _intermediate(text: Any, hidden: int) -> int:

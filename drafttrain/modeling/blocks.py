@@ -119,6 +119,18 @@ def rope_parameters_of(config: Any) -> dict[str, Any]:
     return parameters
 
 
+def draft_rope_parameters(config: Any) -> dict[str, Any]:
+    """Those that a draft turns with: the target's.
+
+    But where it turns a part of its wider heads ("proportional", Gemma 4), a draft turns whole ones at the same base:
+    no engine knows that kind in a draft.
+    """
+    parameters = rope_parameters_of(config)
+    if parameters["rope_type"] == "proportional":
+        return {"rope_type": "default", "rope_theta": parameters["rope_theta"]}
+    return parameters
+
+
 def block_config(config: Any, index: int = 0) -> Any:
     """The config of one block, where blocks differ in size (Gemma 4); else the config itself."""
     return config.per_layer_config[index] if getattr(config, "is_heterogeneous", False) else config

@@ -74,7 +74,7 @@ class CausalLM(nn.Module):
         vars(self).update(body=body, layers=body.layers, norm=_find_norm(hf, body))
         self.n_layers = len(self.layers)
         self.hidden_size: int = self.config.hidden_size
-        self.context = _context(self.config)
+        self.context, self._bounded = _context(self.config)
         self._cache_argument = _cache_argument(self.body)
         self._measured: KVShape | None = None
         self._prepared_head: Head | None = None
@@ -218,6 +218,9 @@ class CausalLM(nn.Module):
             positions = (
                 torch.arange(ids.shape[1], device=ids.device).expand_as(ids) if cache is None else cache.positions()
             )
+        if self._bounded:
+            # A row at its end rides along with wider rounds: what it writes behind the end is never kept.
+            positions = positions.clamp(max=self.context - 1)
         kwargs: dict[str, Any] = {}
         if cache is not None:
             kwargs[self._cache_argument] = cache
@@ -326,17 +329,20 @@ def _not_recognised(hf: Any, what: str) -> TargetError:
     )
 
 
-def _context(config: Any) -> int:
-    """Tokens of the longest text.
+def _context(config: Any) -> tuple[int, bool]:
+    """Tokens of the longest text, and whether a position behind it does harm.
 
-    Behind its first length longrope turns all positions otherwise, those of cached keys and of a batch's shorter rows
-    too: what is generated there depends on what is generated beside it.
+    Behind its first length longrope turns all positions otherwise, those of cached keys and of a batch's other rows
+    too: what is generated would depend on what is generated beside it. "dynamic" does so behind the context, and
+    learnt positions end there.
     """
     longest = int(getattr(config, "max_position_embeddings", 0) or 2**31)
-    rope = rope_parameters_of(config) if getattr(config, "rope_parameters", None) else {}
-    if rope.get("rope_type") == "longrope":
-        return min(longest, int(rope["original_max_position_embeddings"]))
-    return longest
+    if not getattr(config, "rope_parameters", None):
+        return longest, True
+    rope = rope_parameters_of(config)
+    if rope["rope_type"] == "longrope":
+        longest = min(longest, int(rope["original_max_position_embeddings"]))
+    return longest, rope["rope_type"] in ("longrope", "dynamic")
 
 
 def _cache_argument(body: Any) -> str:
@@ -345,21 +351,20 @@ def _cache_argument(body: Any) -> str:
     return "cache" if "cache" in names else "past_key_values"
 
 
-def _own(config: Any, key: str) -> Any:
-    """The value of a key, None where the architecture has no such key: transformers keeps those of a config.json that
-    nothing reads, and a window that the model does not have must not be given to it."""
-    value = getattr(config, key, None)
+def _sliding_window(config: Any) -> int | None:
+    """The window, None where the architecture knows none: transformers keeps keys that nothing reads."""
+    window: int | None = getattr(config, "sliding_window", None)
     kind = type(config)
-    known = key in inspect.signature(kind.__init__).parameters or hasattr(kind, key)
-    if value is None or known or not kind.__module__.startswith("transformers."):
-        return value
-    _log.warning("config.json: %s has no effect in %s: left out", key, kind.__name__)
+    known = "sliding_window" in inspect.signature(kind.__init__).parameters or hasattr(kind, "sliding_window")
+    if window is None or known or not kind.__module__.startswith("transformers."):
+        return window
+    _log.warning("config.json: sliding_window has no effect in %s: left out", kind.__name__)
     return None
 
 
 def _layer_windows(config: Any) -> dict[str, int | None]:
     """Layer type -> sliding window. One entry where all layers are alike."""
-    window, kinds = _own(config, "sliding_window"), _own(config, "layer_types")
+    window, kinds = _sliding_window(config), getattr(config, "layer_types", None)
     if kinds is None:
         use = getattr(config, "use_sliding_window", True)
         return {"full_attention": window if use else None}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from drafttrain.modeling.blocks import rope_parameters_of
+from drafttrain.modeling.blocks import draft_rope_parameters
 from drafttrain.targets.config import TargetConfig
 from drafttrain.targets.identity import tokenizer_hash
 from drafttrain.targets.load import load_stop_ids, load_text_config, load_tokenizer
@@ -39,7 +39,7 @@ class TargetFacts:
         model_type: of its text config.
         vocab_size: rows of its embedding and head.
         context: `max_position_embeddings`.
-        rope: rotary parameters in transformers 5 form.
+        rope: rotary parameters that its drafts turn with, in transformers 5 form.
         quantisation: its method, or None.
         tokenizer_size: ids the tokenizer knows; None without one.
         tokenizer_hash: of the vocabulary; "" without one.
@@ -73,7 +73,7 @@ class TargetFacts:
             n_layers=int(text.num_hidden_layers),
             vocab_size=int(text.vocab_size),
             context=getattr(text, "max_position_embeddings", None),
-            rope=rope_parameters_of(text),
+            rope=draft_rope_parameters(text),
             quantisation=_quantisation(text),
             tokenizer_size=None if tokenizer is None else len(tokenizer),
             tokenizer_hash="" if tokenizer is None else tokenizer_hash(tokenizer),

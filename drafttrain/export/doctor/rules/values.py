@@ -26,9 +26,7 @@ def not_finite(case: Case) -> Iterator[Finding]:
 def zero(case: Case) -> Iterator[Finding]:
     """Weights that were never filled. A bias of zeros is fine."""
     empty = [
-        name
-        for name, tensor in floats(case)
-        if not name.endswith(".bias") and tensor.numel() and not bool(tensor.any())
+        name for name, tensor in floats(case) if not name.endswith("bias") and tensor.numel() and not bool(tensor.any())
     ]
     blocks = [name for name in empty if name.startswith("blocks.")]
     if blocks:
