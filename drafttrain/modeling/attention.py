@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from drafttrain.modeling.documents import Documents, is_document_mask
-from drafttrain.ops.tree_attention import is_packed, tree_attention
+from drafttrain.ops.tree_attention import is_packed, tree_attention, unpack
 from drafttrain.ops.ttt_attention import supported, ttt_attention
 
 ATTENTION_NAME = "drafttrain"
@@ -19,7 +19,15 @@ _TILE = 512
 """Queries that see a sliding window at once: a mask of them and their window is all that is made."""
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, softcap: float | None = None) -> Tensor:
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    scale: float,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
     """Grouped-query attention.
 
     Args:
@@ -29,16 +37,19 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, s
             of packed rows (`modeling.documents`), S == T; None = causal when T == S, everything when T == 1.
         scale: factor on the scores.
         softcap: c in c * tanh(scores / c) (Gemma 2), or None.
+        sinks: [Hq], a score that each head weighs beside the others and that adds nothing (GPT-OSS), or None.
 
     Returns:
         [B, Hq, T, D].
     """
-    if mask is not None and is_packed(mask):
+    if mask is not None and is_packed(mask) and sinks is None:
         return _attend_packed(q, k, v, mask, scale, softcap)
     if mask is not None and is_document_mask(mask):
-        return _attend_documents(q, k, v, Documents.of(mask), scale, softcap)
-    if softcap is not None:
-        return _attend_softcapped(q, k, v, mask, scale, softcap)
+        return _attend_documents(q, k, v, Documents.of(mask), scale, softcap, sinks)
+    if softcap is not None or sinks is not None:
+        if mask is not None and is_packed(mask):
+            mask = unpack(mask, k.shape[2])
+        return _attend_scored(q, k, v, mask, scale, softcap, sinks)
     batch, q_heads, n_new, dim = q.shape
     kv_heads = k.shape[1]
     if mask is None and n_new > 1:
@@ -63,45 +74,72 @@ def _attend_packed(q: Tensor, k: Tensor, v: Tensor, packed: Tensor, scale: float
 
 
 def _attend_documents(
-    q: Tensor, k: Tensor, v: Tensor, documents: Documents, scale: float, softcap: float | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    documents: Documents,
+    scale: float,
+    softcap: float | None,
+    sinks: Tensor | None,
 ) -> Tensor:
-    if documents.plain and softcap is None and supported(q) and q.shape[-1] == v.shape[-1]:
+    ordinary = softcap is None and sinks is None and q.shape[-1] == v.shape[-1]
+    if documents.plain and ordinary and supported(q):
         return ttt_attention(q, [k], [v], documents.layout, scale)
     rows = []
     for lengths, *qkv in zip(documents.lengths(), q.split(1), k.split(1), v.split(1), strict=True):
         parts = zip(*(x.split(lengths, 2) for x in qkv), strict=True)
-        done = [_attend_document(q_1, k_1, v_1, documents.window, scale, softcap) for q_1, k_1, v_1 in parts]
+        done = [_attend_document(q_1, k_1, v_1, documents.window, scale, softcap, sinks) for q_1, k_1, v_1 in parts]
         rows.append(torch.cat(done, 2))
     return torch.cat(rows)
 
 
 def _attend_document(
-    q: Tensor, k: Tensor, v: Tensor, window: int | None, scale: float, softcap: float | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    window: int | None,
+    scale: float,
+    softcap: float | None,
+    sinks: Tensor | None,
 ) -> Tensor:
     length = q.shape[2]
     if window is None or length <= window:
-        return attend(q, k, v, None, scale, softcap)
+        return attend(q, k, v, None, scale, softcap, sinks)
     tiles = []
     for start in range(0, length, _TILE):
         end, first = min(start + _TILE, length), max(0, start - window + 1)
         place = torch.arange(first, end, device=q.device)
         own = place[start - first :, None]
         seen = (place <= own) & (place > own - window)
-        tiles.append(
-            attend(q[:, :, start:end], k[:, :, first:end], v[:, :, first:end], seen[None, None], scale, softcap)
-        )
+        part = q[:, :, start:end], k[:, :, first:end], v[:, :, first:end]
+        tiles.append(attend(*part, seen[None, None], scale, softcap, sinks))
     return torch.cat(tiles, 2)
 
 
-def _attend_softcapped(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, softcap: float) -> Tensor:
+def _attend_scored(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    scale: float,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """With explicit scores: what torch's kernels do not know."""
     group = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
-    scores = softcap * torch.tanh(q @ k.transpose(-1, -2) * (scale / softcap))
+    if softcap is None:
+        scores = q @ k.transpose(-1, -2) * scale
+    else:
+        scores = softcap * torch.tanh(q @ k.transpose(-1, -2) * (scale / softcap))
     if mask is None and q.shape[2] > 1:
         mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()
     if mask is not None:
         scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
-    return torch.softmax(scores, -1, dtype=torch.float32).to(v.dtype) @ v
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:-1], 1)], -1)
+    weights = torch.softmax(scores, -1, dtype=torch.float32).to(v.dtype)
+    return weights[..., : k.shape[2]] @ v
 
 
 def _transformers_attention(
@@ -116,12 +154,10 @@ def _transformers_attention(
     s_aux: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    if s_aux is not None:
-        raise NotImplementedError("attention sinks are not supported by the bundled engine")
     if dropout:
         raise NotImplementedError("attention dropout is not supported: put the model in eval mode")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    out = attend(query, key, value, attention_mask, scale, softcap)
+    out = attend(query, key, value, attention_mask, scale, softcap, s_aux)
     # Contiguous, as transformers' own give it: some architectures take a view of it.
     return out.transpose(1, 2).contiguous(), None
 

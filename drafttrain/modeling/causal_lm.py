@@ -82,7 +82,7 @@ class CausalLM(nn.Module):
         self._is_compiled = False
         self.courses = Courses(body)
         self._install_taps()
-        self._check_attention()
+        self._check_causal()
 
     @property
     def vocab_size(self) -> int:
@@ -280,17 +280,12 @@ class CausalLM(nn.Module):
 
         self.norm.register_forward_pre_hook(before_norm)
 
-    def _check_attention(self) -> None:
+    def _check_causal(self) -> None:
         if getattr(self.config, "use_bidirectional_attention", None) in (True, "all"):
             raise TargetError(
                 f"{type(self.hf).__name__} lets tokens see those behind them: config.json says "
                 "use_bidirectional_attention",
                 remedy="choose a target that generates text; this one embeds it",
-            )
-        if any(hasattr(getattr(layer, "self_attn", None), "sinks") for layer in self.layers):
-            raise TargetError(
-                f"{type(self.hf).__name__} uses attention sinks, which the bundled attention does not compute",
-                remedy="choose a target without attention sinks",
             )
 
 

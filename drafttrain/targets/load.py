@@ -84,6 +84,12 @@ def _without_blocks(config: Any, place: _Place, options: dict[str, Any]) -> Any:
     from transformers import AutoModelForCausalLM
 
     text = config.get_text_config()
+    if getattr(text, "hidden_size_per_layer_input", None):
+        raise TargetError(
+            "its blocks have embeddings of their own, which cannot be read without them",
+            where=place.source,
+            remedy="use target.placement=whole",
+        )
     true = {name: getattr(text, name) for name in ("num_hidden_layers", "layer_types") if hasattr(text, name)}
     text.num_hidden_layers = 0
     if true.get("layer_types"):

@@ -18,7 +18,10 @@ from drafttrain.drafters.lm.config import DraftLMConfig
 from drafttrain.drafters.lm.model import DraftLM
 from drafttrain.errors import TargetError
 from drafttrain.modeling.causal_lm import CausalLM
+from drafttrain.modeling.course import Course
+from drafttrain.modeling.taps import Tap
 from drafttrain.modeling.vocab_map import VocabMap
+from tests.architectures import odd_hf
 from tests.draft_support import documents, packed
 from tests.memory_worker import peak_of
 from tests.support import VOCAB, tiny_hf, tiny_target
@@ -56,6 +59,18 @@ def test_layer_types_follow_the_chosen_blocks() -> None:
     draft = build_drafter(DraftLMConfig(layers=(0, 3)), target.config)
     assert isinstance(draft, DraftLM)
     assert draft.lm.config.layer_types == ["sliding_attention", "full_attention"]
+
+
+@pytest.mark.parametrize("name", ["smollm3-nope", "deepseek-v3", "qwen2-moe", "cohere2-nope", "phi3-window"])
+def test_what_a_config_says_of_each_block_follows_it(name: str) -> None:
+    """Whether it rotates, has experts or a window: the draft is the target without the blocks that are left out."""
+    target = CausalLM(odd_hf(name))
+    draft = _draft(DraftLMConfig(layers=(1, 2, 3)), target).eval()
+    ids = torch.randint(3, VOCAB, (1, 12), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        embedded = target(ids, taps=[Tap.block(0)]).taps[Tap.block(0)]
+        wanted = target(ids, course=Course(first=1), states=embedded).final
+        torch.testing.assert_close(draft.lm(ids).final, wanted, atol=1e-4, rtol=1e-4)
 
 
 def test_default_blocks_are_spread() -> None:

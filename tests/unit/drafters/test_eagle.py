@@ -352,9 +352,32 @@ def test_layer_from_a_block_of_the_target(source: str, index: int) -> None:
     assert torch.equal(weights["midlayer.mlp.down_proj.weight"], block["mlp.down_proj.weight"])
     with pytest.raises(ValueError, match=r"blocks 0\.\.5, not 6"):
         init_from_target(build_drafter(Eagle3Config(init_layer="target:6"), target.config), target)
-    phi3 = tiny_target("phi3")
+    phi = tiny_target("phi")
     with pytest.raises(ValueError, match="does not fit"):
-        init_from_target(build_drafter(Eagle1Config(init_layer="target:0"), phi3.config), phi3)
+        init_from_target(build_drafter(Eagle1Config(init_layer="target:0"), phi.config), phi)
+
+
+def test_layer_from_a_block_that_keeps_matrices_together() -> None:
+    """q, k and v in one, gate and up in one; and attention beside the MLP behind one norm."""
+    phi3 = tiny_target("phi3")
+    draft = build_drafter(Eagle1Config(init_layer="target:2"), phi3.config)
+    init_from_target(draft, phi3)
+    weights, block = draft.state_dict(), phi3.layers[2].state_dict()
+    qkv = [weights[f"layers.0.self_attn.{name}_proj.weight"] for name in "qkv"]
+    assert torch.equal(torch.cat(qkv), block["self_attn.qkv_proj.weight"])
+    gated = [weights[f"layers.0.mlp.{name}_proj.weight"] for name in ("gate", "up")]
+    assert torch.equal(torch.cat(gated), block["mlp.gate_up_proj.weight"])
+    cohere = tiny_target("cohere")
+    with torch.no_grad():
+        cohere.layers[1].input_layernorm.weight.uniform_(0.5, 1.5)
+    draft = build_drafter(Eagle1Config(init_layer="target:1"), cohere.config)
+    init_from_target(draft, cohere)
+    torch.testing.assert_close(
+        draft.state_dict()["layers.0.post_attention_layernorm.weight"],
+        cohere.layers[1].input_layernorm.weight,
+        atol=1e-3,
+        rtol=1e-3,
+    )
 
 
 @pytest.mark.parametrize("kind", ["llama", "llama3-rope", "qwen3", "gemma3", "phi"])

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from drafttrain.corpus.dataset import token_counts
+from drafttrain.errors import RecipeError
 from drafttrain.files import read_json, write_json
 from drafttrain.recipe.build import build_run
 from drafttrain.recipe.load import load_recipe
@@ -82,3 +83,32 @@ def test_the_vocabulary_is_judged_by_answers_that_it_was_not_chosen_by(
     assert f"{parts.held_out_coverage:.2%} of the answers held out" in said.lines[-1]
     nothing = {"evaluation": {"prompts": 0}, "data": {"held_out": 0}}
     assert build_run(load_recipe(recipe(world, tmp_path / "none", **nothing)), said).held_out_coverage is None
+
+
+@pytest.mark.parametrize(
+    ("drafter", "message"),
+    [
+        ({"family": "eagle3", "init_layer": "target:last", "num_heads": 2}, "does not fit the draft's layer"),
+        ({"family": "eagle3", "taps": [0, 2, 7]}, "the target has"),
+        ({"family": "draft_lm", "layers": [0, 9]}, r"blocks 0\.\.3, not 9"),
+    ],
+)
+def test_a_draft_that_cannot_start_is_refused_before_its_data_is_made(
+    drafter: dict[str, object], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DRAFTTRAIN_CACHE", str(tmp_path / "cache"))
+    world, run = make_world(tmp_path), tmp_path / "run"
+    asked = recipe(world, run, drafter=drafter, data={"answers": {"source": "target", "max_new_tokens": 8}})
+    with pytest.raises(RecipeError, match=f"drafter: .*{message}"):
+        build_run(load_recipe(asked), Said())
+    assert not run.exists() and not (tmp_path / "cache").exists()
+
+
+def test_samples_are_cut_at_the_context_of_the_target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DRAFTTRAIN_CACHE", str(tmp_path / "cache"))
+    world, said = make_world(tmp_path), Said()
+    config = world / "target" / "config.json"
+    write_json(config, {**read_json(config), "max_position_embeddings": 40})
+    parts = build_run(load_recipe(recipe(world, tmp_path / "run")), said)
+    assert max(len(sample.ids) for sample in parts.corpus.samples) == 40
+    assert "data: samples are cut at 40 tokens, the target's context, not at 128" in said.lines

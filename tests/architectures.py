@@ -1,0 +1,161 @@
+"""Tiny random models of the architectures that are odd in some way: those that work, and those that must be refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+VOCAB = 61
+
+_SHAPE: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+    # Large enough that a random model's argmax is no near-tie.
+    "initializer_range": 0.4,
+}
+_MIXED = ["sliding_attention", "sliding_attention", "sliding_attention", "full_attention"]
+_EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
+_LATENT = {
+    **_EXPERTS,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 8,
+    "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+    "n_routed_experts": 4,
+    "n_group": 1,
+    "topk_group": 1,
+}
+_MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 1}
+_GEMMA4 = {
+    "head_dim": 8,
+    "global_head_dim": 16,
+    "sliding_window": 6,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "vocab_size_per_layer_input": VOCAB,
+    "hidden_size_per_layer_input": 8,
+}
+
+
+def _rope(kind: str, **values: Any) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": kind, "rope_theta": 5000.0, **values}}
+
+
+WORKS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama-yarn": ("llama", _rope("yarn", factor=4.0, original_max_position_embeddings=32, attention_factor=1.3)),
+    "llama-dynamic": ("llama", _rope("dynamic", factor=2.0)),
+    "llama-linear": ("llama", _rope("linear", factor=2.0)),
+    "llama-head-dim": ("llama", {"head_dim": 16, "num_key_value_heads": 1, "attention_bias": True, "mlp_bias": True}),
+    "phi3-window": ("phi3", {"sliding_window": 6, **_rope("default", partial_rotary_factor=0.5)}),
+    "phi3-longrope": (
+        "phi3",
+        _rope("longrope", short_factor=[1.0, 1.5] * 2, long_factor=[2.0] * 4, original_max_position_embeddings=64),
+    ),
+    "gemma2-softcaps": (
+        "gemma2",
+        {"head_dim": 8, "sliding_window": 6, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0},
+    ),
+    "gemma3-two-bases": (
+        "gemma3_text",
+        {
+            "head_dim": 8,
+            "sliding_window": 6,
+            "layer_types": _MIXED,
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+            },
+        },
+    ),
+    "gemma4": ("gemma4_text", {**_GEMMA4, "num_kv_shared_layers": 0}),
+    "gemma4-shared-kv": ("gemma4_text", {**_GEMMA4, "num_kv_shared_layers": 2}),
+    "granite-multipliers": (
+        "granite",
+        {
+            "embedding_multiplier": 3.0,
+            "residual_multiplier": 0.3,
+            "attention_multiplier": 0.2,
+            "logits_scaling": 4.0,
+        },
+    ),
+    "granite4-dense": ("granitemoehybrid", {"layer_types": ["attention"] * 4, "num_local_experts": 0, **_MAMBA}),
+    "cohere-parallel": ("cohere", {"use_qk_norm": True, "logit_scale": 0.25}),
+    "cohere2-nope": ("cohere2", {"layer_types": _MIXED, "sliding_window": 6, "head_dim": 8}),
+    "olmo2": ("olmo2", {}),
+    "olmo3": ("olmo3", {"layer_types": _MIXED, "sliding_window": 6}),
+    "smollm3-nope": ("smollm3", {"no_rope_layers": [1, 1, 0, 1]}),
+    "stablelm": ("stablelm", {"qk_layernorm": True, "use_parallel_residual": True, "use_qkv_bias": True}),
+    "glm4": ("glm4", {"head_dim": 8, **_rope("default", partial_rotary_factor=0.5)}),
+    "exaone4": ("exaone4", {"layer_types": _MIXED, "sliding_window": 6}),
+    "helium": ("helium", {"head_dim": 8}),
+    "nemotron": ("nemotron", _rope("default", partial_rotary_factor=0.5)),
+    "starcoder2": ("starcoder2", {"sliding_window": 6}),
+    "gpt-neox": ("gpt_neox", _rope("default", partial_rotary_factor=0.25)),
+    "ministral": (
+        "ministral",
+        {"head_dim": 8, "layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 6},
+    ),
+    "mixtral": ("mixtral", {"num_local_experts": 4, **_EXPERTS}),
+    "gpt-oss-sinks": ("gpt_oss", {"num_local_experts": 4, "head_dim": 8, "sliding_window": 6, **_EXPERTS}),
+    "qwen2-moe": ("qwen2_moe", {"num_experts": 4, "shared_expert_intermediate_size": 16, **_EXPERTS}),
+    "qwen3-moe": ("qwen3_moe", {"num_experts": 4, "head_dim": 8, **_EXPERTS}),
+    "afmoe": ("afmoe", {"num_experts": 4, "head_dim": 8, "sliding_window": 6, "num_dense_layers": 1, **_EXPERTS}),
+    "deepseek-v3": ("deepseek_v3", {**_LATENT, "first_k_dense_replace": 1}),
+    "minicpm3": ("minicpm3", {**_LATENT, "head_dim": 4}),
+}
+
+REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
+    "embeds-text": ("gemma3_text", {"head_dim": 8, "use_bidirectional_attention": True}, "see those behind them"),
+    "gemma3n": (
+        "gemma3n_text",
+        {
+            "head_dim": 8,
+            "vocab_size_per_layer_input": VOCAB,
+            "hidden_size_per_layer_input": 8,
+            "num_kv_shared_layers": 0,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "activation_sparsity_pattern": [0.0] * 4,
+        },
+        r"at tap 0 is \[4, 1, 8, 32\], where a draft reads \[1, 8, 32\]",
+    ),
+    "llama4": ("llama4_text", {"num_local_experts": 4, "head_dim": 8}, "layers of type 'chunked_attention'"),
+    "qwen3-next": ("qwen3_next", {"num_experts": 4, "head_dim": 8, **_EXPERTS}, "layers of type 'linear_attention'"),
+    "granite4-hybrid": (
+        "granitemoehybrid",
+        {"layer_types": ["mamba", "attention"] * 2, **_MAMBA},
+        "layers of type 'linear_attention'",
+    ),
+    "mamba": ("mamba", {}, "layers of type 'linear_attention'"),
+    "rwkv": ("rwkv", {}, "keeps a recurrent state"),
+    "gpt2": ("gpt2", {}, r"no list of decoder layers [\s\S]*docs/targets\.md"),
+    "doge": ("doge", {}, "does not run here"),
+    "longcat": (
+        "longcat_flash",
+        {**_LATENT, "num_layers": 2, "head_dim": 4, "ffn_hidden_size": 16, "expert_ffn_hidden_size": 16},
+        "in 2 blocks",
+    ),
+}
+
+
+def odd_hf(name: str, seed: int = 0, **changes: Any) -> Any:
+    """A random model of `WORKS` or `REFUSED`, fp32, eval; its norms and biases are no ones and zeros."""
+    kind, extra = {**WORKS, **REFUSED}[name][:2]
+    torch.manual_seed(seed)
+    config = AutoConfig.for_model(kind, **{**_SHAPE, **extra, **changes})
+    hf: Any = AutoModelForCausalLM.from_config(config).float().eval()
+    with torch.no_grad():
+        for parameter in hf.parameters():
+            if parameter.dim() == 1:
+                parameter.add_(0.2 * torch.randn_like(parameter))
+    return hf
