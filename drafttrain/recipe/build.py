@@ -24,7 +24,7 @@ from drafttrain.drafters.eagle.eagle3 import Eagle3Drafter
 from drafttrain.drafters.eagle.widen import widen_vocab
 from drafttrain.drafters.lora import add_lora
 from drafttrain.drafters.saving import check_target, warm_start
-from drafttrain.errors import RecipeError, StoreError, UserError
+from drafttrain.errors import RecipeError, StoreError, TargetError, UserError
 from drafttrain.features.building import build_store, holds, identity_of, open_store, spot_check
 from drafttrain.features.client import FeatureClient, Wanted
 from drafttrain.features.hybrid import HybridFeatures
@@ -118,6 +118,7 @@ def build_run(
     target = prepare_target(recipe, report, load)
     _check_start(recipe, target)
     chat = ChatRenderer(target.tokenizer, recipe.data.template_kwargs, target.stop_ids)
+    _check_template(chat, target)
     corpus, held_out = data_first(lambda: prepare_corpus(recipe, target, chat, report))
     drafter, coverage = prepare_drafter(recipe, target, chat, corpus.samples)
     trainable = sum(p.numel() for p in drafter.parameters() if p.requires_grad)
@@ -163,6 +164,18 @@ def _check_start(recipe: Recipe, target: TargetModel) -> None:
             check_start(config, target)
     except ValueError as error:
         raise RecipeError(str(error), where="drafter") from None
+
+
+def _check_template(chat: ChatRenderer, target: TargetModel) -> None:
+    """A template that writes tokens for which the target has no row fails at some prompt; it is refused before any."""
+    token = max(chat.prompt_ids([{"role": "user", "content": "a"}]))
+    if token >= target.vocab_size:
+        name = chat.tokenizer.convert_ids_to_tokens(token)
+        raise TargetError(
+            f"the chat template writes token {token} ({name}), the embedding has {target.vocab_size} rows",
+            where=target.identity.name,
+            remedy="use the tokenizer that the weights were trained with (target.tokenizer)",
+        )
 
 
 @dataclass(frozen=True)

@@ -55,6 +55,7 @@ def load_target(
 
     place = _locate(config)
     device = resolve_device(config.device)
+    load_text_config(config)  # a fault in it would be reported as the tokenizer's, which reads it too
     tokenizer = load_tokenizer(config)
     options: dict[str, Any] = {"dtype": getattr(torch, config.dtype), **_common(config, place)}
     if place.gguf_file:
@@ -65,7 +66,9 @@ def load_target(
 
     def load() -> Any:
         if blocks:
-            return AutoModelForCausalLM.from_pretrained(place.source, **options)
+            hf, found = AutoModelForCausalLM.from_pretrained(place.source, output_loading_info=True, **options)
+            _require_all(found, place)
+            return hf
         return _without_blocks(AutoConfig.from_pretrained(place.source, **_common(config, place)), place, options)
 
     with _explained(config, "weights"), no_bars():
@@ -77,6 +80,17 @@ def load_target(
 
 def _whole(load: Callable[[], Any], device: torch.device) -> Any:
     return load().to(device)
+
+
+def _require_all(found: dict[str, Any], place: _Place) -> None:
+    """Refuse a checkpoint that lacks tensors: transformers fills them with random numbers and goes on."""
+    missing = sorted(found["missing_keys"])
+    if missing:
+        raise TargetError(
+            f"its weights lack {', '.join(missing[:3])}{f' and {len(missing) - 3} more' if len(missing) > 3 else ''}",
+            where=place.source,
+            remedy="the checkpoint is incomplete, or its config.json is another model's: fetch it again",
+        )
 
 
 def _without_blocks(config: Any, place: _Place, options: dict[str, Any]) -> Any:
@@ -94,7 +108,9 @@ def _without_blocks(config: Any, place: _Place, options: dict[str, Any]) -> Any:
     text.num_hidden_layers = 0
     if true.get("layer_types"):
         text.layer_types = []
-    hf: Any = AutoModelForCausalLM.from_pretrained(place.source, config=config, **options)
+    hf: Any
+    hf, found = AutoModelForCausalLM.from_pretrained(place.source, config=config, output_loading_info=True, **options)
+    _require_all(found, place)
     for name, value in true.items():
         setattr(hf.config.get_text_config(), name, value)
     return hf
@@ -262,11 +278,14 @@ class _explained:
         # Readers of weights raise types of their own (safetensors, pickle); all mean that loading failed.
         if not isinstance(error, Exception) or isinstance(error, TargetError):
             return
-        text = str(error).strip().splitlines()
-        first = text[0] if text else type(error).__name__
+        text = [line.strip() for line in str(error).splitlines() if line.strip()]
+        first = " ".join(text[: 2 if text[0].endswith(":") else 1]) if text else type(error).__name__
         remedy = "give a local folder, or check the name, the revision and that the hub can be reached"
-        if self.what == "tokenizer" and not self.config.tokenizer and Path(self.config.model).expanduser().is_dir():
+        here = Path(self.config.model).expanduser().is_dir()
+        if self.what == "tokenizer" and not self.config.tokenizer and here:
             remedy = "copy the tokenizer's files (tokenizer.json, tokenizer_config.json) into the folder"
+        elif self.what != "tokenizer" and here:
+            remedy = "the folder is incomplete or damaged, or of a kind that this transformers does not know"
         if "trust_remote_code" in str(error):
             remedy = "set target.trust_remote_code: true if you trust the code it brings"
         elif isinstance(error, ImportError):

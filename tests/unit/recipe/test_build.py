@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 
 from drafttrain.corpus.dataset import token_counts
-from drafttrain.errors import RecipeError
+from drafttrain.errors import RecipeError, TargetError
 from drafttrain.files import read_json, write_json
 from drafttrain.recipe.build import build_run
 from drafttrain.recipe.load import load_recipe
-from tests.tiny_world import make_world, recipe
+from tests.chats import CHATML, chat_tokenizer
+from tests.tiny_world import make_world, recipe, save_target
 
 
 class Said:
@@ -102,6 +103,14 @@ def test_a_draft_that_cannot_start_is_refused_before_its_data_is_made(
     with pytest.raises(RecipeError, match=f"drafter: .*{message}"):
         build_run(load_recipe(asked), Said())
     assert not run.exists() and not (tmp_path / "cache").exists()
+
+
+def test_a_template_that_writes_what_the_target_has_no_row_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DRAFTTRAIN_CACHE", str(tmp_path / "cache"))
+    world = make_world(tmp_path)
+    save_target(world / "target", spare=-(len(chat_tokenizer(CHATML)) - 4))
+    with pytest.raises(TargetError, match=r"writes token \d+ \(.*\), the embedding has 4 rows"):
+        build_run(load_recipe(recipe(world, tmp_path / "run")), Said())
 
 
 def test_samples_are_cut_at_the_context_of_the_target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -112,6 +112,33 @@ def test_errors_say_what_to_do(tmp_path: Path) -> None:
         load_target(_config(bare))
 
 
+def test_a_fault_of_the_config_is_the_configs(tmp_path: Path) -> None:
+    folder = _save(tmp_path / "target")
+    values = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**values, "max_position_embeddings": None}))
+    with pytest.raises(TargetError, match="cannot load its config: .*'max_position_embeddings': .*expected int"):
+        load_target(_config(folder))
+    (folder / "config.json").write_text("{")
+    with pytest.raises(TargetError, match="cannot load its config: .*not a valid JSON"):
+        load_target(_config(folder))
+
+
+def test_a_checkpoint_without_some_tensor_is_refused(tmp_path: Path) -> None:
+    """transformers would fill the gap with random numbers."""
+    folder = _save(tmp_path / "target")
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["model.layers.1.mlp.down_proj.weight"]
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(
+        TargetError, match=r"lack model\.layers\.1\.mlp\.down_proj\.weight\n  the checkpoint is incomplete"
+    ):
+        load_target(_config(folder))
+    del tensors["model.norm.weight"]
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(TargetError, match=r"lack model\.norm\.weight\n"):
+        load_ends(_config(folder))
+
+
 def test_a_target_that_gives_nan_is_refused(tmp_path: Path) -> None:
     folder = _save(tmp_path / "target")
     tensors = load_file(folder / "model.safetensors")
