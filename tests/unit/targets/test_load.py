@@ -116,10 +116,10 @@ def test_a_fault_of_the_config_is_the_configs(tmp_path: Path) -> None:
     folder = _save(tmp_path / "target")
     values = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**values, "max_position_embeddings": None}))
-    with pytest.raises(TargetError, match="cannot load its config: .*'max_position_embeddings': .*expected int"):
+    with pytest.raises(TargetError, match=r"cannot load its config: .*'max_position_embeddings': .*expected int"):
         load_target(_config(folder))
     (folder / "config.json").write_text("{")
-    with pytest.raises(TargetError, match="cannot load its config: .*not a valid JSON"):
+    with pytest.raises(TargetError, match=r"cannot load its config: .*not a valid JSON"):
         load_target(_config(folder))
 
 
