@@ -66,7 +66,8 @@ def load_target(
 
     def load() -> Any:
         if blocks:
-            hf, found = AutoModelForCausalLM.from_pretrained(place.source, output_loading_info=True, **options)
+            loaded: Any = AutoModelForCausalLM.from_pretrained(place.source, output_loading_info=True, **options)
+            hf, found = loaded
             _require_all(found, place)
             return hf
         return _without_blocks(AutoConfig.from_pretrained(place.source, **_common(config, place)), place, options)
@@ -108,8 +109,9 @@ def _without_blocks(config: Any, place: _Place, options: dict[str, Any]) -> Any:
     text.num_hidden_layers = 0
     if true.get("layer_types"):
         text.layer_types = []
-    hf: Any
-    hf, found = AutoModelForCausalLM.from_pretrained(place.source, config=config, output_loading_info=True, **options)
+    options = {**options, "config": config, "output_loading_info": True}
+    loaded: Any = AutoModelForCausalLM.from_pretrained(place.source, **options)
+    hf, found = loaded
     _require_all(found, place)
     for name, value in true.items():
         setattr(hf.config.get_text_config(), name, value)

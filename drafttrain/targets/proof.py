@@ -85,7 +85,8 @@ def _as_tree(target: TargetModel, ids: Tensor) -> Tensor:
     sees[branch + 1 :, branch] = False
     cache = target.new_cache(1, _TOKENS + 1)
     cache.begin(1, _TOKENS + 1, tail_mask=sees)
-    return target(tokens, cache=cache).final[:, path]
+    final: Tensor = target(tokens, cache=cache).final
+    return final[:, path]
 
 
 def _close(ours: Tensor, theirs: Tensor) -> bool:

@@ -28,7 +28,6 @@ class EagleDrafter(Drafter, Generic[W]):
     """A recurrent draft over features. `W` is the family's set of packed weights."""
 
     arch: DraftArch
-    config: EagleConfig
     n_layers: int
 
     def __init__(self, arch: DraftArch, device: torch.device | str | None) -> None:
