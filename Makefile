@@ -37,8 +37,10 @@ quickstart: $(STAMP)
 	$(BIN)/accelerate launch $(LAUNCH) drafttrain/train.py $(RECIPE) $(ARGS)
 	$(BIN)/drafttrain eval runs/$(shell sed -n 's/^name: *//p' $(RECIPE)) --suite $(SUITE) $(SUITE_ARGS)
 
+# What is compared number for number is compared on a CPU; a GPU has tests of its own.
 test: venv
-	$(BIN)/python -m pytest -m "not serving" $(ARGS)
+	$(if $(GPU),$(BIN)/python -m pytest tests/gpu tests/kernels $(ARGS))
+	$(if $(GPU),CUDA_VISIBLE_DEVICES= )$(BIN)/python -m pytest -m "not serving" $(ARGS)
 
 serving: venv
 	$(BIN)/python -m pytest tests/serving -m serving $(ARGS)

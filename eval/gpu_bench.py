@@ -44,6 +44,8 @@ from drafttrain.modeling.taps import FeatureSpec, Tap
 ROOT = Path(__file__).resolve().parents[1]
 RATE = 0.8
 """Conditional acceptance of the synthetic choice."""
+_TESTS_S, _SANITIZER_S = 240, 45
+"""Seconds that the tests and each tool of the sanitizer may take; the rest of ten minutes is for the tables."""
 
 LLAMA_8B: dict[str, Any] = {
     "vocab_size": 128256,
@@ -277,10 +279,10 @@ def identity(target: CausalLM, tokens: int) -> Row:
 def checks() -> Row:
     """Tests of kernels and graphs, and the sanitizer where there is one."""
     tests = [sys.executable, "-m", "pytest", "-q", "-m", "not slow", "tests/kernels", "tests/gpu"]
-    done = subprocess.run(tests, cwd=ROOT, capture_output=True, text=True, timeout=300)
-    found: Row = {"tests": done.stdout.strip().splitlines()[-1], "passed": done.returncode == 0}
+    code, said = attempt(tests, _TESTS_S)
+    found: Row = {"tests": (said.strip().splitlines() or ["nothing was said"])[-1], "passed": code == 0}
     if not found["passed"]:
-        found["output"] = done.stdout[-4000:]
+        found["output"] = said[-4000:]
     sanitizer = shutil.which("compute-sanitizer")
     for tool in ("memcheck", "racecheck"):
         if sanitizer is None:
@@ -288,9 +290,20 @@ def checks() -> Row:
             continue
         some = ["-m", "pytest", "-q", "-x", "tests/kernels", "-k", "compaction or matching or decoding or selection"]
         run = [sanitizer, "--tool", tool, "--error-exitcode", "9", sys.executable, *some]
-        done = subprocess.run(run, cwd=ROOT, capture_output=True, text=True, timeout=240)
-        found[tool] = "clean" if done.returncode == 0 else done.stdout[-2000:]
+        code, said = attempt(run, _SANITIZER_S)
+        found[tool] = "clean" if code == 0 else said[-2000:]
     return found
+
+
+def attempt(command: list[str], limit_s: int) -> tuple[int | None, str]:
+    """Exit status and output of a command; None where it took too long, so that the tables come all the same."""
+    try:
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=limit_s)
+    except subprocess.TimeoutExpired as late:
+        said = late.stdout or b""
+        said = said.decode(errors="replace") if isinstance(said, bytes) else said
+        return None, f"{said}\nstopped after {limit_s} s"
+    return done.returncode, done.stderr + done.stdout
 
 
 def show(console: Console, rows: list[Row]) -> None:

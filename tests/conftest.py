@@ -8,8 +8,9 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-# Triton reads it when it is first imported, which torch, peft and DeepSpeed do, too. A GPU runs kernels itself.
-if not os.path.exists("/dev/nvidiactl"):
+# Triton reads it when it is first imported, which torch, peft and DeepSpeed do, too. A GPU runs kernels itself, unless
+# it is hidden.
+if not os.path.exists("/dev/nvidiactl") or os.environ.get("CUDA_VISIBLE_DEVICES") == "":
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import pytest

@@ -6,7 +6,9 @@ it launches the draft's loop, the target's verification and the draft's reading 
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -139,14 +141,16 @@ class _Bucket:
     """The graphs of one batch size; each reads what the one before it left in its places."""
 
     def __init__(self, rounds: DeviceRounds, inputs: Tensor, pool: Any) -> None:
-        self._rounds = rounds
+        # Weak: what refers to itself is collected late, and with it a cache and a pool of gigabytes.
+        self._rounds: DeviceRounds = weakref.proxy(rounds)
+        own: _Bucket = weakref.proxy(self)
         self._lengths, self._roots, self._room = inputs.unbind(1)
         self._drafted: Drafted
         self._verified: _Verified
         device, capture = rounds.device, rounds.capture
-        self.draft = Graph(self._draft, device, pool, capture)
-        self.verify = Graph(self._verify, device, pool, capture)
-        self.observe = Graph(self._observe, device, pool, capture)
+        self.draft = Graph(partial(_Bucket._draft, own), device, pool, capture)
+        self.verify = Graph(partial(_Bucket._verify, own), device, pool, capture)
+        self.observe = Graph(partial(_Bucket._observe, own), device, pool, capture)
 
     def _draft(self) -> None:
         draft = self._rounds.draft

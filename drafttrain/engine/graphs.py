@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from functools import cache
 from itertools import pairwise
 from typing import Any, Generic, TypeVar
 
@@ -36,6 +37,12 @@ def bucket_of(rows: int, sizes: Sequence[int]) -> int:
         if rows <= size:
             return size
     raise EngineError(f"{rows} rows in a batch of at most {sizes[-1]}")
+
+
+@cache
+def _recording_stream(device: torch.device) -> torch.cuda.Stream:
+    """One a device for all that is recorded: cuBLAS keeps a workspace, 32 MB on sm_90, for each stream it has seen."""
+    return torch.cuda.Stream(device)
 
 
 class Graph(Generic[T]):
@@ -86,14 +93,15 @@ class Graph(Generic[T]):
             ) from error
 
     def _record_unchecked(self) -> None:
-        side = torch.cuda.Stream(self._device)
+        side = _recording_stream(self._device)
         side.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(side):
             for _ in range(_WARM_UPS):
                 self._function()
         torch.cuda.current_stream(self._device).wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        # The stream that torch takes by itself lies on whichever device was current when the first graph was recorded.
+        with torch.cuda.device(self._device), torch.cuda.graph(graph, pool=self._pool, stream=side):
             self._out = self._function()
         self._graph = graph
 
@@ -102,14 +110,14 @@ class Clock:
     """Seconds between marks without a synchronisation: CUDA events, or the host's clock where there is no CUDA."""
 
     def __init__(self, device: torch.device) -> None:
-        self._cuda = device.type == "cuda"
+        self._device, self._cuda = device, device.type == "cuda"
         self._marks: list[Any] = []
 
     def mark(self) -> None:
         """Note where the device is now."""
         if self._cuda:
             event = torch.cuda.Event(enable_timing=True)
-            event.record()
+            event.record(torch.cuda.current_stream(self._device))
             self._marks.append(event)
         else:
             self._marks.append(time.perf_counter())

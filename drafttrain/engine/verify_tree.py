@@ -116,7 +116,8 @@ class _Walk:
         proposal, tree = self.proposal, self.tree
         assert proposal.q is not None and proposal.vocab_map is not None
         assert tree.children is not None and tree.q_rows is not None
-        vocab, device = proposal.vocab_map, proposal.tokens.device
+        device = proposal.tokens.device
+        vocab = proposal.vocab_map.to(device)
         decides, draws = decides.to(device), draws.to(device)
         counts = proposal.counts.to(device)
         while len(self.rows):

@@ -7,11 +7,13 @@ are imported): slowly, to check it without a GPU.
 from __future__ import annotations
 
 import os
+from contextlib import AbstractContextManager
 from functools import cache
 from importlib.util import find_spec
 from typing import Literal, get_args
 
 import torch
+from torch import Tensor
 
 from drafttrain.errors import EngineError
 
@@ -57,6 +59,12 @@ def use_triton(op: str, impl: str, device: torch.device, dtype: torch.dtype | No
             f"{op}: impl 'triton' cannot run on {device.type}", remedy="use CUDA tensors, impl=reference or impl=auto"
         )
     return True
+
+
+def where_it_is(tensor: Tensor) -> AbstractContextManager[None]:
+    """While active, the GPU that a tensor is on is the current one: Triton launches there, wherever arguments are."""
+    on: AbstractContextManager[None] = torch.cuda.device_of(tensor)
+    return on
 
 
 def next_power_of_2(n: int) -> int:

@@ -213,7 +213,8 @@ def resolve_device(device: str) -> torch.device:
                 remedy="'auto' takes the rank's GPU if there is one, else the CPU",
             ) from None
     if torch.cuda.is_available():
-        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+        # As accelerate counts: a rank that was given one GPU of its machine sees that one alone.
+        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
     return torch.device("cpu")
 
 

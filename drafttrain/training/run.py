@@ -26,7 +26,7 @@ from drafttrain.recipe.load import RESOLVED
 from drafttrain.recipe.provenance import collect_provenance, record_provenance, versions
 from drafttrain.recipe.schema import Recipe
 from drafttrain.targets.ends import load_ends
-from drafttrain.targets.load import load_target
+from drafttrain.targets.load import load_target, resolve_device
 from drafttrain.training.acceptance import EngineMeasurement
 from drafttrain.training.adapter import ADAPTER, require_peft, save_adapter
 from drafttrain.training.ahead import batches_ahead
@@ -95,6 +95,7 @@ def train_recipe(recipe: Recipe, resume: Resume, console: Console) -> TrainResul
     ranks = Ranks(accelerator)
     if recipe.training.compile:
         ranks.together(lambda: require_compiler(accelerator.device))
+    ranks.together(lambda: _require_one_device(recipe, accelerator.device))
     ranks.agree("the recipe", recipe.model_dump(mode="json"), "start every rank with the same recipe and overrides")
     ranks.agree("the software", versions(), "install the same versions on every host")
     folder = Path(recipe.run_folder)
@@ -133,6 +134,22 @@ def _train(run: _Run) -> TrainResult:
     ranks.together(lambda: write_features(recipe, parts, report, part))
     with closing(ranks.together(lambda: open_features(recipe, parts, report, part))) as source:
         return _fit(run, parts, source)
+
+
+def _require_one_device(recipe: Recipe, device: torch.device) -> None:
+    """A draft reads the target's embedding and head where it is trained: what is elsewhere fails in the first step.
+
+    Raises:
+        RecipeError: naming both devices.
+    """
+    target, here = resolve_device(recipe.target.device), resolve_device(str(device))
+    if target != here:
+        raise RecipeError(
+            f"is {recipe.target.device}, which is {target} here, and this process trains on {here}",
+            where="target.device",
+            remedy="leave it at auto, and choose GPUs with CUDA_VISIBLE_DEVICES; to train on a CPU beside a GPU, both: "
+            "target.device=cpu and --config_file recipes/accelerate/cpu.yaml",
+        )
 
 
 def _refuse_another_run(run: _Run, known: dict[str, Any]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from drafttrain.ops.backend import Impl, use_triton
+from drafttrain.ops.backend import Impl, use_triton, where_it_is
 from drafttrain.ops.draft_topk import reference
 
 MAX_COUNT = 64
@@ -32,7 +32,8 @@ def expand(logits: Tensor, score: Tensor | None, count: int, *, impl: Impl = "au
     if use_triton("draft_topk", impl, logits.device, logits.dtype):
         from drafttrain.ops.draft_topk import triton
 
-        return triton.expand(logits, score, count)
+        with where_it_is(logits):
+            return triton.expand(logits, score, count)
     return reference.expand(logits, score, count)
 
 
@@ -47,7 +48,8 @@ def select(score: Tensor, count: int, *, impl: Impl = "auto") -> Tensor:
     if use_triton("draft_topk", impl, score.device, score.dtype):
         from drafttrain.ops.draft_topk import triton
 
-        return triton.select(score, count)
+        with where_it_is(score):
+            return triton.select(score, count)
     return reference.select(score, count)
 
 

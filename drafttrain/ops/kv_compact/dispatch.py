@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from drafttrain.ops.backend import Impl, use_triton
+from drafttrain.ops.backend import Impl, use_triton, where_it_is
 from drafttrain.ops.kv_compact.reference import reference
 
 
@@ -33,6 +33,7 @@ def kv_compact(store: Tensor, lengths: Tensor, source: Tensor, first_row: int = 
     if use_triton("kv_compact", impl, store.device, store.dtype):
         from drafttrain.ops.kv_compact.triton import compact
 
-        compact(store, lengths, source, first_row)
+        with where_it_is(store):
+            compact(store, lengths, source, first_row)
     else:
         reference(store, lengths, source, first_row)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from drafttrain.ops.backend import Impl, use_triton
+from drafttrain.ops.backend import Impl, use_triton, where_it_is
 from drafttrain.ops.soft_ce import reference
 
 
@@ -42,5 +42,6 @@ def soft_ce(
     if use_triton("soft_ce", impl, draft.device, draft.dtype):
         from drafttrain.ops.soft_ce import triton
 
-        return triton.soft_ce(draft, target, divergence, weight, gradient)
+        with where_it_is(draft):
+            return triton.soft_ce(draft, target, divergence, weight, gradient)
     return reference.soft_ce(draft, target, divergence, weight, gradient)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from drafttrain.ops.backend import Impl, use_triton
+from drafttrain.ops.backend import Impl, use_triton, where_it_is
 from drafttrain.ops.tree_attention.packed import is_packed
 from drafttrain.ops.tree_attention.reference import reference
 
@@ -49,5 +49,6 @@ def tree_attention(
     if use_triton("tree_attention", impl, q.device, q.dtype):
         from drafttrain.ops.tree_attention.triton import attend
 
-        return attend(q, k, v, packed, scale, softcap, splits)
+        with where_it_is(q):
+            return attend(q, k, v, packed, scale, softcap, splits)
     return reference(q, k, v, packed, scale, softcap)

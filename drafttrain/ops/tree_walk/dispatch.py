@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from drafttrain.ops.backend import Impl, use_triton
+from drafttrain.ops.backend import Impl, use_triton, where_it_is
 from drafttrain.ops.tree_walk import reference
 from drafttrain.ops.tree_walk.types import Family, Walk, chain_family
 
@@ -37,7 +37,8 @@ def walk_by_match(
     if use_triton("tree_walk", impl, tokens.device):
         from drafttrain.ops.tree_walk import triton
 
-        return triton.walk_by_match(chosen, tokens, counts, parents, reach)
+        with where_it_is(tokens):
+            return triton.walk_by_match(chosen, tokens, counts, parents, reach)
     return reference.walk_by_match(chosen, tokens, counts, parents, reach)
 
 
@@ -79,5 +80,6 @@ def walk_by_rejection(
     if use_triton("tree_walk", impl, p.device, torch.promote_types(p.dtype, q.dtype)):
         from drafttrain.ops.tree_walk import triton
 
-        return triton.walk_by_rejection(p, q, tokens, counts, family, to_draft, decides, draws)
+        with where_it_is(p):
+            return triton.walk_by_rejection(p, q, tokens, counts, family, to_draft, decides, draws)
     return reference.walk_by_rejection(p, q, tokens, counts, family, to_draft, decides, draws)

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal, get_args
 
-import torch
 from torch import Tensor
 
 from drafttrain.errors import EngineError
-from drafttrain.ops.ttt_attention.flash import flash, supported
+from drafttrain.ops.ttt_attention.flash import flash, product_dtype, supported
 from drafttrain.ops.ttt_attention.layout import SegmentLayout
 from drafttrain.ops.ttt_attention.reference import reference
 
@@ -52,9 +51,7 @@ def ttt_attention(
         raise ValueError(f"as many keys as values, of step 0 at least: got {len(ks)} and {len(vs)}")
     if q.shape[1] % ks[0].shape[1]:
         raise ValueError(f"{ks[0].shape[1]} key heads do not divide {q.shape[1]} query heads")
-    dtype = q.dtype
-    if q.device.type in ("cpu", "cuda") and torch.is_autocast_enabled(q.device.type):
-        dtype = torch.get_autocast_dtype(q.device.type)
+    dtype = product_dtype(q)
     q, ks, vs = q.to(dtype), [k.to(dtype) for k in ks], [v.to(dtype) for v in vs]
 
     if impl == "flash" or (impl == "auto" and supported(q)):

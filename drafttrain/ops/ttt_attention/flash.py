@@ -193,12 +193,18 @@ def _key(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x.to(dtype).unsqueeze(2)
 
 
+def product_dtype(q: Tensor) -> torch.dtype:
+    """What attention is computed in: autocast's dtype where it is on, else q's own."""
+    kind = q.device.type
+    return torch.get_autocast_dtype(kind) if kind in ("cpu", "cuda") and torch.is_autocast_enabled(kind) else q.dtype
+
+
 def supported(q: Tensor) -> bool:
-    """Whether the device has a flash kernel for q's dtype and head width."""
+    """Whether the device has a flash kernel for the dtype that q will have, and its head width."""
     if q.device.type == "cpu":
         return True
     if q.device.type == "cuda":
-        return q.dtype in (torch.float16, torch.bfloat16) and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
+        return product_dtype(q) in (torch.float16, torch.bfloat16) and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
     return False
 
 
