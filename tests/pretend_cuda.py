@@ -39,7 +39,7 @@ _WAITS = {"_local_scalar_dense", "nonzero", "masked_select", "_unique2", "unique
 _PINNED = {"_pin_memory", "is_pinned"}
 
 
-# To torch itself the tensors are "lazy" ones that have the keys of CUDA: a torch without CUDA cannot run the backward pass
+# To torch itself the tensors are "lazy" ones that have the keys of CUDA: without CUDA it cannot run the backward pass
 # of tensors on an accelerator, nor say which of its GPUs is the current one.
 _GUARD = """
 #include <c10/core/impl/DeviceGuardImplInterface.h>

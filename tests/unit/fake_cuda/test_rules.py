@@ -37,7 +37,7 @@ def _gpu() -> Iterator[None]:
     ],
 )
 def test_tensors_of_two_devices_do_not_meet(mix: Callable[[Tensor], Tensor]) -> None:
-    with pytest.raises(RuntimeError, match="one device|over cuda|on a GPU"):
+    with pytest.raises(RuntimeError, match=r"one device|over cuda|on a GPU"):
         mix(torch.ones(3, device="cuda"))
 
 
