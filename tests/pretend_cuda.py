@@ -23,9 +23,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_map
 
 aten = torch.ops.aten
 
@@ -46,7 +47,7 @@ _GUARD = """
 C10_REGISTER_GUARD_IMPL(CUDA, c10::impl::NoOpDeviceGuardImpl<c10::DeviceType::CUDA>);
 C10_REGISTER_GUARD_IMPL(Lazy, c10::impl::NoOpDeviceGuardImpl<c10::DeviceType::Lazy>);
 """
-_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA) | torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCUDA)
+_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
 
 
 @cache
@@ -72,22 +73,28 @@ class OnCuda(Tensor):
 
     @staticmethod
     def __new__(cls, inner: Tensor, device: torch.device) -> OnCuda:
-        made: OnCuda = torch.Tensor._make_wrapper_subclass(
-            cls,
-            inner.size(),
-            strides=inner.stride(),
-            storage_offset=inner.storage_offset(),
-            dtype=inner.dtype,
-            layout=inner.layout,
-            device=torch.device("lazy", device.index),
-            _extra_dispatch_keys=_KEYS,
-        )
+        # Not one of inference mode: what a view is of was made outside of it.
+        with torch.inference_mode(False):
+            made: OnCuda = torch.Tensor._make_wrapper_subclass(
+                cls,
+                inner.size(),
+                strides=inner.stride(),
+                storage_offset=inner.storage_offset(),
+                dtype=inner.dtype,
+                layout=inner.layout,
+                device=torch.device("lazy", device.index),
+                _extra_dispatch_keys=_KEYS,
+            )
         made.inner, made._device = inner, device
         return made
 
     @property
     def device(self) -> torch.device:
         return self._device
+
+    @property
+    def is_cuda(self) -> bool:
+        return True
 
     def get_device(self) -> int:
         return self._device.index
@@ -141,8 +148,10 @@ def _device_of(value: Any) -> torch.device:
 def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     name = func.overloadpacket.__name__
     kwargs = dict(kwargs)
-    flat = [x for x in tree_flatten((args, kwargs))[0] if isinstance(x, Tensor)]
-    ours = [x for x in flat if isinstance(x, OnCuda)]
+    ours: list[OnCuda] = []
+    hosts: list[Tensor] = []
+    for value in (args, *kwargs.values()):
+        _sort(value, ours, hosts)
     asked = kwargs.get("device")
     kwargs.pop("pin_memory", None)
     goes = _device_of(asked) if asked is not None else None
@@ -150,7 +159,6 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         return func(*args, **kwargs)
     if asked is not None:
         kwargs["device"] = torch.device("cpu")
-    hosts = [x for x in flat if not isinstance(x, OnCuda)]
     _check(name, func, args, ours, hosts, goes)
     if name in _PINNED:
         return False if name == "is_pinned" else args[0]
@@ -163,8 +171,7 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         _launched.append(name)
 
     def compute() -> Any:
-        plain_args, plain_kwargs = tree_map(lambda x: x.inner if isinstance(x, OnCuda) else x, (args, kwargs))
-        return target(*plain_args, **plain_kwargs)
+        return target(*_each(_inner, args), **{key: _each(_inner, value) for key, value in kwargs.items()})
 
     out = compute()
 
@@ -175,10 +182,36 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
             return by_inner[id(x)]
         return x if any(x is host for host in hosts) else OnCuda(x, device)
 
-    wrapped = tree_map(wrap, out)
+    wrapped = _each(wrap, out)
     if _here.recording is not None:
         _record(compute, ours, wrapped)
     return wrapped
+
+
+def _sort(value: Any, ours: list[OnCuda], hosts: list[Tensor]) -> None:
+    """The tensors among arguments, by where they lie."""
+    if isinstance(value, OnCuda):
+        ours.append(value)
+    elif isinstance(value, Tensor):
+        hosts.append(value)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            _sort(item, ours, hosts)
+
+
+def _each(change: Callable[[Any], Any], value: Any) -> Any:
+    """Change what arguments or results are made of."""
+    if isinstance(value, list | tuple):
+        return type(value)(_each(change, item) for item in value)
+    return change(value)
+
+
+def _flat(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, list | tuple) else [value]
+
+
+def _inner(value: Any) -> Any:
+    return value.inner if isinstance(value, OnCuda) else value
 
 
 def _check(name: str, func: Any, args: Any, ours: list[OnCuda], hosts: list[Tensor], goes: torch.device | None) -> None:
@@ -213,10 +246,10 @@ def _check(name: str, func: Any, args: Any, ours: list[OnCuda], hosts: list[Tens
 def _record(compute: Callable[[], Any], ours: list[OnCuda], wrapped: Any) -> None:
     """Let a replay write anew what this operation made. Views and what was written in place follow by themselves."""
     before = {x.inner.untyped_storage()._cdata for x in ours}
-    outs = [x.inner if isinstance(x, OnCuda) else None for x in tree_flatten(wrapped)[0]]
+    outs = [_inner(x) if isinstance(x, OnCuda) else None for x in _flat(wrapped)]
 
     def again() -> None:
-        for old, new in zip(outs, tree_flatten(compute())[0], strict=True):
+        for old, new in zip(outs, _flat(compute()), strict=True):
             if old is not None and old.untyped_storage()._cdata not in before:
                 old.copy_(new)
 
@@ -232,6 +265,27 @@ class PretendCuda(TorchDispatchMode):
             with self:
                 return func.decompose(*args, **(kwargs or {}))
         return _run(func, args, kwargs or {})
+
+
+# torch's own autocast asks a tensor for a device that these do not have.
+_PRODUCTS = {
+    F.linear, F.scaled_dot_product_attention, torch.matmul, torch.mm, torch.bmm, torch.addmm, torch.einsum,
+    Tensor.matmul, Tensor.__matmul__, Tensor.__rmatmul__, Tensor.mm, Tensor.bmm,
+}  # fmt: skip
+
+
+class _Autocast(TorchFunctionMode):
+    """Products on the GPU in autocast's dtype, where it is on."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _PRODUCTS and torch.is_autocast_enabled("cuda"):
+            dtype = torch.get_autocast_dtype("cuda")
+
+            def cast(x: Any) -> Any:
+                return x.to(dtype) if isinstance(x, OnCuda) and x.is_floating_point() else x
+
+            args, kwargs = _each(cast, args), {key: _each(cast, value) for key, value in (kwargs or {}).items()}
+        return func(*args, **(kwargs or {}))
 
 
 @cache
@@ -489,7 +543,7 @@ def pretended(devices: int = 1, triton: bool = True) -> Iterator[list[str]]:
     _here.device, _here.stream, _here.recording = 0, None, None
     _launched.clear()
     try:
-        with PretendCuda():
+        with PretendCuda(), _Autocast():
             yield _launched
     finally:
         torch._C._set_only_lift_cpu_tensors(lifts)

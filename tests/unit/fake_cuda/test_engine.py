@@ -43,12 +43,13 @@ from tests.draft_support import new_draft
 from tests.pretend_cuda import pretended
 from tests.support import RAGGED_PROMPTS, VOCAB, tiny_target
 
+PROMPTS = RAGGED_PROMPTS[:3]
 STATIC, DYNAMIC = TreeShape.from_branching((3, 2, 1)), DynamicTree(depth=3, top_k=3, nodes=8)
 CONFIGS: dict[str, DrafterConfig] = {
-    "eagle3": Eagle3Config(family="eagle3", draft_vocab_size=31, taps=(2, 4, 3)),
+    "eagle3": Eagle3Config(family="eagle3", draft_vocab_size=31, taps=(1, 3, 2)),
     "eagle1": Eagle1Config(family="eagle1"),
     "medusa": MedusaConfig(family="medusa", num_heads=3),
-    "draft_lm": DraftLMConfig(family="draft_lm", layers=(0, 5)),
+    "draft_lm": DraftLMConfig(family="draft_lm", layers=(0, 3)),
 }
 SAMPLINGS = {
     "greedy": SamplingParams(),
@@ -61,7 +62,7 @@ Build = Callable[[CausalLM, str], Proposer]
 
 
 def draft_of(kind: str, target: CausalLM, device: str) -> Drafter:
-    twin = tiny_target("llama", num_hidden_layers=6)
+    twin = tiny_target("llama")
     vocab_map = VocabMap.from_ids(range(0, VOCAB, 2), VOCAB) if kind == "eagle3" else None
     draft = new_draft(CONFIGS[kind], twin, vocab_map=vocab_map).to(device)
     draft.bind(target.embedding_weight, target.head())
@@ -73,7 +74,7 @@ def trained(kind: str, tree: TreeShape | DynamicTree | None = None, sampled: boo
 
 
 def cascade(target: CausalLM, device: str) -> Proposer:
-    return CascadeProposer(EarlyExit(target, 4), ReaderProposer(EarlyExit(target, 2)))
+    return CascadeProposer(EarlyExit(target, 3), ReaderProposer(EarlyExit(target, 1)))
 
 
 def of_a_model(target: CausalLM, device: str) -> Proposer:
@@ -97,20 +98,20 @@ PROPOSERS: dict[str, Build] = {
     "ngram": lambda target, device: NGramProposer(),
     "suffix": lambda target, device: SuffixProposer(),
     "router": lambda target, device: RouterProposer(NGramProposer(), trained("eagle3", STATIC)(target, device), 1),
-    "early exit": lambda target, device: ReaderProposer(EarlyExit(target, 3)),
-    "skipped": lambda target, device: ReaderProposer(SkippedLayers(target, [1], [4]), None, DYNAMIC),
+    "early exit": lambda target, device: ReaderProposer(EarlyExit(target, 2)),
+    "skipped": lambda target, device: ReaderProposer(SkippedLayers(target, [1], [2]), None, DYNAMIC),
     "cascade": cascade,
     "cascade of a model": of_a_model,
 }
 
 
 def outputs(build: Build | None, device: str, sampling: SamplingParams, kind: str = "llama") -> list[object]:
-    target = tiny_target(kind, num_hidden_layers=6).to(device)
+    target = tiny_target(kind).to(device)
     proposer = None if build is None else build(target, device)
-    engine = Engine(target, proposer, k=3, max_batch=3, max_length=64)
+    engine = Engine(target, proposer, k=3, max_batch=2, max_length=64)
     assert str(engine.cache.device) == ("cuda:0" if device == "cuda" else "cpu")
-    mixed = [sampling if i % 3 else SamplingParams() for i in range(len(RAGGED_PROMPTS))]
-    requests = [Request(str(i), p, 5 + i % 3, m) for i, (p, m) in enumerate(zip(RAGGED_PROMPTS, mixed, strict=True))]
+    mixed = [sampling if i % 3 else SamplingParams() for i in range(len(PROMPTS))]
+    requests = [Request(str(i), p, 4 + i % 3, m) for i, (p, m) in enumerate(zip(PROMPTS, mixed, strict=True))]
     found: list[object] = [(c.tokens, c.writers, c.reason) for c in engine.generate(requests)]
     return found + [(r.proposed, r.accepted, r.emitted) for r in engine.records]
 
@@ -183,9 +184,9 @@ def test_a_target_on_a_gpu_that_is_not_the_current_one() -> None:
     """Kernels and graphs go where the tensors are: `target.device=cuda:1`."""
     want = outputs(PROPOSERS["eagle3"], "cpu", SamplingParams())
     with pretended(devices=2):
-        target = tiny_target("llama", num_hidden_layers=6).to("cuda:1")
-        engine = Engine(target, PROPOSERS["eagle3"](target, "cuda:1"), k=3, max_batch=3, max_length=64)
-        requests = [Request(str(i), prompt, 5 + i % 3) for i, prompt in enumerate(RAGGED_PROMPTS)]
+        target = tiny_target("llama").to("cuda:1")
+        engine = Engine(target, PROPOSERS["eagle3"](target, "cuda:1"), k=3, max_batch=2, max_length=64)
+        requests = [Request(str(i), prompt, 4 + i % 3) for i, prompt in enumerate(PROMPTS)]
         found: list[object] = [(c.tokens, c.writers, c.reason) for c in engine.generate(requests)]
         assert torch.cuda.current_device() == 0
     assert found + [(r.proposed, r.accepted, r.emitted) for r in engine.records] == want
@@ -193,7 +194,7 @@ def test_a_target_on_a_gpu_that_is_not_the_current_one() -> None:
 
 def test_calibration() -> None:
     def run(device: str) -> list[object]:
-        target = tiny_target("llama", num_hidden_layers=6).to(device)
+        target = tiny_target("llama").to(device)
         answers = [([5, 9, 13, 4], [7, 8, 9, 10, 11, 12]), ([3, 3], [6, 5, 4, 3, 2])]
         medusa = draft_of("medusa", target, device)
         shape = comb(3, 2)
@@ -201,7 +202,7 @@ def test_calibration() -> None:
         counter.count(shape)
         counter.generate([Request(str(i), prompt, 6) for i, prompt in enumerate(RAGGED_PROMPTS[:2])])
         assert verify_seconds(target, [0, 3], context=8, repeats=1).keys() == {0, 3}
-        skips = search_skips(target, answers, evaluations=24)
+        skips = search_skips(target, answers, evaluations=16)
         return [head_accuracies(target, medusa, answers, 4), counter.acceptance(), skips.attention, skips.mlp]  # type: ignore[arg-type]
 
     want = run("cpu")
@@ -212,7 +213,7 @@ def test_calibration() -> None:
 def test_the_memory_of_engines_that_are_gone_is_free() -> None:
     """At once, and not when garbage is next collected: the next engine asks what is free."""
     with pretended(triton=False):
-        target = tiny_target("llama", num_hidden_layers=6).to("cuda")
+        target = tiny_target("llama").to("cuda")
         engine = Engine(target, PROPOSERS["eagle3"](target, "cuda"), k=2, max_length=64)
         engine.generate([Request("a", [5, 6, 7], 4)])
         assert engine._rounds is not None
