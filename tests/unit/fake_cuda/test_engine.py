@@ -27,7 +27,6 @@ from drafttrain.engine.proposers import (
     ReaderProposer,
     RouterProposer,
     SkippedLayers,
-    SuffixProposer,
     SyntheticProposer,
     build_proposer,
 )
@@ -95,8 +94,6 @@ PROPOSERS: dict[str, Build] = {
     "draft_lm": trained("draft_lm"),
     "draft_lm-drawn": trained("draft_lm", STATIC, True),
     "draft_lm-dynamic": trained("draft_lm", DYNAMIC),
-    "ngram": lambda target, device: NGramProposer(),
-    "suffix": lambda target, device: SuffixProposer(),
     "router": lambda target, device: RouterProposer(NGramProposer(), trained("eagle3", STATIC)(target, device), 1),
     "early exit": lambda target, device: ReaderProposer(EarlyExit(target, 2)),
     "skipped": lambda target, device: ReaderProposer(SkippedLayers(target, [1], [2]), None, DYNAMIC),
@@ -111,7 +108,7 @@ def outputs(build: Build | None, device: str, sampling: SamplingParams, kind: st
     engine = Engine(target, proposer, k=3, max_batch=2, max_length=64)
     assert str(engine.cache.device) == ("cuda:0" if device == "cuda" else "cpu")
     mixed = [sampling if i % 2 else SamplingParams() for i in range(len(PROMPTS))]
-    requests = [Request(str(i), p, 4 + i % 3, m) for i, (p, m) in enumerate(zip(PROMPTS, mixed, strict=True))]
+    requests = [Request(str(i), p, 3 + i % 2, m) for i, (p, m) in enumerate(zip(PROMPTS, mixed, strict=True))]
     found: list[object] = [(c.tokens, c.writers, c.reason) for c in engine.generate(requests)]
     return found + [(r.proposed, r.accepted, r.emitted) for r in engine.records]
 
@@ -152,7 +149,7 @@ def test_with_kernels(name: str, sampling: str) -> None:
     assert ("_reject" if sampling == "sampled" else "_match") in launched
 
 
-@pytest.mark.parametrize("kind", ["llama-tied", "qwen3", "qwen2-window", "gemma2", "gemma3", "phi3"])
+@pytest.mark.parametrize("kind", ["llama-tied", "qwen2-window", "gemma2"])
 def test_architectures(kind: str) -> None:
     """Plain decoding as graphs: nothing in a forward waits for the device, nor lies elsewhere."""
     want = outputs(None, "cpu", SamplingParams(), kind)
@@ -191,7 +188,7 @@ def test_a_target_on_a_gpu_that_is_not_the_current_one() -> None:
     with pretended(devices=2):
         target = tiny_target("llama").to("cuda:1")
         engine = Engine(target, PROPOSERS["eagle3"](target, "cuda:1"), k=3, max_batch=2, max_length=64)
-        requests = [Request(str(i), prompt, 4 + i % 3) for i, prompt in enumerate(PROMPTS)]
+        requests = [Request(str(i), prompt, 3 + i % 2) for i, prompt in enumerate(PROMPTS)]
         found: list[object] = [(c.tokens, c.writers, c.reason) for c in engine.generate(requests)]
         assert torch.cuda.current_device() == 0
     assert found + [(r.proposed, r.accepted, r.emitted) for r in engine.records] == want
