@@ -1,10 +1,7 @@
-"""What a GPU owes can be called at all: tests of `tests/gpu` and `eval/gpu_bench.py`, on a GPU that is not there."""
+"""Tests that a GPU owes can be called at all: those of `tests/gpu`, on a GPU that is not there."""
 
 from __future__ import annotations
 
-import json
-import runpy
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,7 +11,6 @@ from tests.gpu import test_device_rounds as rounds
 from tests.gpu import test_losses_and_attention as losses
 from tests.gpu import test_prefetch as prefetch
 from tests.pretend_cuda import pretended
-from tests.tiny_world import ROOT
 
 
 @pytest.mark.parametrize("shape", ["chain", "static", "dynamic"])
@@ -38,14 +34,3 @@ def test_batches_ahead(tmp_path: Path, kind: str) -> None:
     with pretended(triton=False):
         prefetch.test_a_pinned_copy_is_a_copy(torch.uint8)
         prefetch.test_what_is_used_is_what_was_made(tmp_path, kind, 3)
-
-
-def test_the_benchmark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its tables and its comparison of greedy outputs, in bf16, its graphs recorded; not its times."""
-    options = ["--tiny", "--batch", "2", "--rounds", "2", "--context", "8", "--out", str(tmp_path)]
-    monkeypatch.setattr(sys, "argv", ["gpu_bench.py", *options])
-    with pretended(triton=False):
-        runpy.run_path(str(ROOT / "eval/gpu_bench.py"), run_name="__main__")
-    result = json.loads((tmp_path / "gpu_bench.json").read_text())
-    assert result["device"] == "Pretended" and result["dtype"] == "torch.bfloat16"
-    assert len(result["rows"]) == 7 and all(found["only_ties"] for found in result["identity"].values())
