@@ -7,22 +7,8 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-VOCAB = 61
+from tests.support import SHAPE, VOCAB
 
-_SHAPE: dict[str, Any] = {
-    "vocab_size": VOCAB,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-    # Large enough that a random model's argmax is no near-tie.
-    "initializer_range": 0.4,
-}
 _MIXED = ["sliding_attention", "sliding_attention", "sliding_attention", "full_attention"]
 _EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
 _LATENT = {
@@ -152,7 +138,7 @@ def odd_hf(name: str, seed: int = 0, **changes: Any) -> Any:
     """A random model of `WORKS` or `REFUSED`, fp32, eval; its norms and biases are no ones and zeros."""
     kind, extra = {**WORKS, **REFUSED}[name][:2]
     torch.manual_seed(seed)
-    config = AutoConfig.for_model(kind, **{**_SHAPE, **extra, **changes})
+    config = AutoConfig.for_model(kind, **{**SHAPE, **extra, **changes})
     hf: Any = AutoModelForCausalLM.from_config(config).float().eval()
     with torch.no_grad():
         for parameter in hf.parameters():

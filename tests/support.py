@@ -11,7 +11,7 @@ from drafttrain.modeling.causal_lm import CausalLM
 
 VOCAB = 61
 
-_SHAPE: dict[str, Any] = {
+SHAPE: dict[str, Any] = {
     "vocab_size": VOCAB,
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -74,7 +74,7 @@ def tiny_hf(kind: str = "llama", seed: int = 0, **changes: Any) -> Any:
     """A random transformers model of an architecture in `KINDS`, fp32, eval."""
     name, extra = KINDS[kind]
     torch.manual_seed(seed)
-    config = getattr(transformers, name)(**{**_SHAPE, **extra, **changes})
+    config = getattr(transformers, name)(**{**SHAPE, **extra, **changes})
     return transformers.AutoModelForCausalLM.from_config(config).float().eval()
 
 
