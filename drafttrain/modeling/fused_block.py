@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from drafttrain.modeling.attention import attend
-from drafttrain.ops.packed_linear import PackedProduct, linear_add, packed_product
+from drafttrain.ops.packed_linear import PackedProduct, packed_product
 from drafttrain.ops.recompute import rms_norm
 
 # Blocks of transformers whose whole computation is the one here.
@@ -134,9 +134,9 @@ class _FusedBlock:
         if cache is not None:
             k, v = cache.update(k, v, self._layer)
         mixed = attend(q, k, v, attention_mask, self._scale)
-        x = linear_add(mixed.transpose(1, 2).reshape(*x.shape[:2], -1), self._o, x)
+        x = self._o(mixed.transpose(1, 2).reshape(*x.shape[:2], -1), x)
         gate, up = self._gate_up(rms_norm(x, *self._norms[1])).chunk(2, -1)
-        return linear_add(F.silu(gate).mul_(up), self._down, x)
+        return self._down(F.silu(gate).mul_(up), x)
 
     def agrees(self) -> bool:
         """Whether a trial gives what the block itself gives."""

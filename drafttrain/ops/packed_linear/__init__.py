@@ -1,7 +1,7 @@
 """Matrix products with few rows against weights laid out for them, on CPUs."""
 
 from drafttrain.ops.packed_linear.dispatch import Matrix, PackedWeight, linear, pack, pack_tree
-from drafttrain.ops.packed_linear.modules import PackedProduct, is_packed, linear_add, pack_linears, packed_product
+from drafttrain.ops.packed_linear.modules import PackedProduct, is_packed, pack_linears, packed_product
 
 __all__ = [
     "Matrix",
@@ -9,7 +9,6 @@ __all__ = [
     "PackedWeight",
     "is_packed",
     "linear",
-    "linear_add",
     "pack",
     "pack_linears",
     "pack_tree",

@@ -52,7 +52,7 @@ def linear(x: Tensor, weight: Matrix, bias: Tensor | None = None) -> Tensor:
     return F.linear(x, weight, bias)
 
 
-def add_linear(x: Tensor, weight: PackedWeight, bias: Tensor | None, residual: Tensor) -> Tensor:
+def linear_add(x: Tensor, weight: PackedWeight, bias: Tensor | None, residual: Tensor) -> Tensor:
     """residual [..., out] + x [..., in] W^T + b. The sum is rounded once. There is no gradient."""
     out: Tensor = torch.ops.mkldnn._linear_pointwise.binary(x, residual, weight.blocked, bias, "add")
     return out

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from drafttrain.ops.packed_linear.dispatch import PackedWeight, add_linear, linear, pack
+from drafttrain.ops.packed_linear.dispatch import PackedWeight, linear, linear_add, pack
 
 # Children of one module that read the same input: one product for all of them costs less than one each.
 _TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
@@ -36,14 +36,9 @@ def is_packed(module: nn.Module) -> bool:
 def packed_product(module: nn.Module, modules: int = 1) -> PackedProduct | None:
     """The product that `pack_linears` made for this module, if it is one of `modules` in it, the first."""
     forward = module.forward
-    if not isinstance(forward, _PackedForward) or forward.index or forward.joint.modules != modules:
+    if not isinstance(forward, _PackedForward) or forward.index or forward.joint.members != modules:
         return None
     return forward.joint
-
-
-def linear_add(x: Tensor, product: PackedProduct, residual: Tensor) -> Tensor:
-    """residual [..., out] + the product of x [..., in]; the sum is rounded once."""
-    return add_linear(x, product.packed, product.bias, residual)
 
 
 def _groups(module: nn.Module) -> Iterator[list[nn.Linear]]:
@@ -68,7 +63,7 @@ class PackedProduct:
     """The products of modules that read one input, made when the first is asked for."""
 
     def __init__(self, modules: Sequence[nn.Linear], packed: PackedWeight) -> None:
-        self.packed, self.modules = packed, len(modules)
+        self.packed = packed
         biases = [module.bias.detach() for module in modules if module.bias is not None]
         self.bias = torch.cat(biases) if biases else None
         self._sizes = [module.out_features for module in modules]
@@ -79,9 +74,17 @@ class PackedProduct:
         """Of weights and inputs."""
         return self.packed.dtype
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """x [..., in] -> the outputs of all modules behind each other [..., sum of out]."""
-        return linear(x, self.packed, self.bias)
+    @property
+    def members(self) -> int:
+        """How many modules."""
+        return len(self._sizes)
+
+    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """x [..., in] -> the outputs of all modules behind each other [..., sum of out], with `residual` added before
+        they are rounded."""
+        if residual is None:
+            return linear(x, self.packed, self.bias)
+        return linear_add(x, self.packed, self.bias, residual)
 
     def part(self, x: Tensor, index: int) -> Tensor:
         """The output [..., out] of one of the modules."""
