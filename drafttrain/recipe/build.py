@@ -116,13 +116,11 @@ def build_run(
         UserError: whatever a stage cannot use; what stages before left stays.
     """
     target = prepare_target(recipe, report, load)
-    _check_start(recipe, target)
-    chat = ChatRenderer(target.tokenizer, recipe.data.template_kwargs, target.stop_ids)
-    _check_template(chat, target)
+    chat = _prepare_chat(recipe, target)
     corpus, held_out = data_first(lambda: prepare_corpus(recipe, target, chat, report))
     drafter, coverage = prepare_drafter(recipe, target, chat, corpus.samples)
     trainable = sum(p.numel() for p in drafter.parameters() if p.requires_grad)
-    unseen = _held_out_coverage(recipe, drafter, chat, held_out)
+    unseen = _held_out_coverage(drafter, chat, held_out, _longest_sample(recipe, target))
     report.say(
         f"draft: {drafter.family}, {trainable / 1e6:.1f} M trainable parameters, draft vocabulary "
         f"{drafter.vocab_map.size} of {drafter.vocab_map.vocab_size} covers {coverage:.2%} of the labels"
@@ -152,6 +150,14 @@ def prepare_target(
     # after its answers or a measurement would not see the features of an unbroken one.
     target.prepare_for_inference()
     return target
+
+
+def _prepare_chat(recipe: Recipe, target: TargetModel) -> ChatRenderer:
+    """The target's chat format, once all is checked that can be refused before answers are made."""
+    _check_start(recipe, target)
+    chat = ChatRenderer(target.tokenizer, recipe.data.template_kwargs, target.stop_ids)
+    _check_template(chat, target)
+    return chat
 
 
 def _check_start(recipe: Recipe, target: TargetModel) -> None:
@@ -195,7 +201,7 @@ def prepare_store(recipe: Recipe, report: Reporter) -> StoreParts:
     """
     ends = recipe.features.urls and recipe.target.placement == "elsewhere"
     target = prepare_target(recipe, report, load_ends if ends else load_target)
-    chat = ChatRenderer(target.tokenizer, recipe.data.template_kwargs, target.stop_ids)
+    chat = _prepare_chat(recipe, target)
     corpus, _ = prepare_corpus(recipe, target, chat, report)
     try:
         drafter = build_drafter(recipe.drafter, target.config, device="meta")
@@ -218,7 +224,7 @@ def prepare_corpus(recipe: Recipe, target: TargetModel, chat: ChatRenderer, repo
         report.say(line)
     # Answers lie in the order in which they were finished, which a resumed run does not repeat.
     training, held_out = split_held_out(conversations, data.held_out, seed=recipe.seed)
-    longest = min(data.max_length, target.context)
+    longest = _longest_sample(recipe, target)
     if longest < data.max_length:
         report.say(f"data: samples are cut at {longest} tokens, the target's context, not at {data.max_length}")
     corpus = build_corpus(training, chat, max_length=longest, vocab_size=target.vocab_size, supervise=data.supervise)
@@ -227,6 +233,11 @@ def prepare_corpus(recipe: Recipe, target: TargetModel, chat: ChatRenderer, repo
         f"supervised; {len(corpus.rejects)} conversations refused, {len(held_out)} held out"
     )
     return corpus, held_out
+
+
+def _longest_sample(recipe: Recipe, target: TargetModel) -> int:
+    """Tokens at which samples are cut."""
+    return min(recipe.data.max_length, target.context)
 
 
 def prepare_drafter(
@@ -264,11 +275,11 @@ def prepare_drafter(
 
 
 def _held_out_coverage(
-    recipe: Recipe, drafter: Drafter, chat: ChatRenderer, held_out: Sequence[Conversation]
+    drafter: Drafter, chat: ChatRenderer, held_out: Sequence[Conversation], longest: int
 ) -> float | None:
     """What the vocabulary is worth on text that it was not chosen by: a token outside it is a sure rejection."""
     vocab = drafter.vocab_map.to("cpu")
-    counts = answer_counts(held_out, chat, max_length=recipe.data.max_length, vocab_size=vocab.vocab_size)
+    counts = answer_counts(held_out, chat, max_length=longest, vocab_size=vocab.vocab_size)
     return vocab.coverage(counts) if bool(counts.any()) else None
 
 

@@ -108,12 +108,11 @@ class Eagle3Drafter(EagleDrafter[Eagle3Weights]):
     @torch.no_grad()
     def init_from_target(self, target: CausalLM) -> None:
         """Head rows and final norm, the layer and fc, each as the config says."""
+        self._check_width()
         if self.config.init_head == "target":
             self._init_head(target)
         self.init_layer(target)
         if self.config.init_fc == "last":
-            if self.arch.hidden_size != self.arch.target_hidden_size:
-                raise ValueError("init_fc 'last' needs a draft as wide as the target")
             self.fc.weight.zero_()
             self.fc.weight[:, -self.arch.hidden_size :].fill_diagonal_(1.0)
 
@@ -122,9 +121,20 @@ class Eagle3Drafter(EagleDrafter[Eagle3Weights]):
         """The one that reads taps and tokens."""
         return self.midlayer
 
-    def _init_head(self, target: CausalLM) -> None:
-        if self.arch.hidden_size != self.arch.target_hidden_size:
+    def check_start(self, target: CausalLM) -> None:
+        """See `Drafter.check_start`."""
+        self._check_width()
+        super().check_start(target)
+
+    def _check_width(self) -> None:
+        if self.arch.hidden_size == self.arch.target_hidden_size:
+            return
+        if self.config.init_head == "target":
             raise ValueError("init_head 'target' needs a draft as wide as the target: use init_head 'random'")
+        if self.config.init_fc == "last":
+            raise ValueError("init_fc 'last' needs a draft as wide as the target")
+
+    def _init_head(self, target: CausalLM) -> None:
         head = target.head()
         ids = self.vocab_map.target_ids.to(head.weight.device)
         self.lm_head.weight.copy_(head.weight[ids].float() * head.scale)
