@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,8 +11,9 @@ import pytest
 from drafttrain.corpus.dataset import token_counts
 from drafttrain.errors import RecipeError, TargetError
 from drafttrain.files import read_json, write_json
-from drafttrain.recipe.build import build_run
+from drafttrain.recipe.build import build_run, prepare_store
 from drafttrain.recipe.load import load_recipe
+from drafttrain.recipe.schema import Recipe
 from tests.chats import CHATML, chat_tokenizer
 from tests.tiny_world import make_world, recipe, save_target
 
@@ -92,16 +94,23 @@ def test_the_vocabulary_is_judged_by_answers_that_it_was_not_chosen_by(
         ({"family": "eagle3", "init_layer": "target:last", "num_heads": 2}, "does not fit the draft's layer"),
         ({"family": "eagle3", "taps": [0, 2, 7]}, "the target has"),
         ({"family": "draft_lm", "layers": [0, 9]}, r"blocks 0\.\.3, not 9"),
+        ({"family": "eagle3", "hidden_size": 16}, "init_head 'target' needs a draft as wide"),
+        ({"family": "eagle3", "hidden_size": 16, "init_head": "random", "init_fc": "last"}, "init_fc 'last' needs"),
     ],
 )
+@pytest.mark.parametrize("stage", [build_run, prepare_store])
 def test_a_draft_that_cannot_start_is_refused_before_its_data_is_made(
-    drafter: dict[str, object], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    stage: Callable[[Recipe, Said], object],
+    drafter: dict[str, object],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("DRAFTTRAIN_CACHE", str(tmp_path / "cache"))
     world, run = make_world(tmp_path), tmp_path / "run"
     asked = recipe(world, run, drafter=drafter, data={"answers": {"source": "target", "max_new_tokens": 8}})
     with pytest.raises(RecipeError, match=f"drafter: .*{message}"):
-        build_run(load_recipe(asked), Said())
+        stage(load_recipe(asked), Said())
     assert not run.exists() and not (tmp_path / "cache").exists()
 
 
