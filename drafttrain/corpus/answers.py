@@ -14,9 +14,10 @@ from typing import IO, Any, Protocol
 from drafttrain.corpus.chat import ChatRenderer
 from drafttrain.corpus.config import AnswersConfig
 from drafttrain.corpus.lines import Lines
-from drafttrain.corpus.types import Conversation, Message, Prompt, Reject, TokenGenerator
+from drafttrain.corpus.types import Conversation, Message, Prompt, Reject, States, TokenGenerator
 from drafttrain.errors import DataError
 from drafttrain.files import read_json, write_json
+from drafttrain.modeling.taps import Tap
 
 _AT_ONCE = 16384
 """Prompts that are in memory at a time; far more than are answered together."""
@@ -37,11 +38,13 @@ class Answer:
     Attributes:
         finished: the model ended it itself (False: cut at the token limit).
         tokens: the ids it emitted, where they are known.
+        states: what the target computed meanwhile, where it was asked for that.
     """
 
     message: Message
     finished: bool
     tokens: list[int] = field(default_factory=list)
+    states: States | None = None
 
 
 @dataclass(frozen=True)
@@ -67,6 +70,7 @@ class TargetAnswers:
 
     Args:
         context_length: positions the model has; a prompt that leaves no room for one token is refused.
+        taps: where the model's states are kept, for `Answer.states`; none = nowhere.
     """
 
     def __init__(
@@ -75,8 +79,10 @@ class TargetAnswers:
         chat: ChatRenderer,
         config: AnswersConfig,
         context_length: int | None = None,
+        taps: Sequence[Tap] = (),
     ) -> None:
         self.generator, self.chat, self.config, self.context_length = generator, chat, config, context_length
+        self.taps = tuple(taps)
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -109,7 +115,7 @@ class TargetAnswers:
         if not prompts:
             return
         config = self.config
-        for position, tokens in self.generator.generate(
+        for position, tokens, states in self.generator.generate(
             prompts,
             max_new_tokens=config.max_new_tokens,
             temperature=config.temperature,
@@ -117,9 +123,10 @@ class TargetAnswers:
             top_k=config.top_k,
             seed=config.seed,
             stop=self.chat.stop_ids,
+            taps=self.taps,
         ):
             text, finished = self.chat.answer_text(tokens, config.max_new_tokens)
-            yield origin[position], Answer({"role": "assistant", "content": text}, finished, tokens)
+            yield origin[position], Answer({"role": "assistant", "content": text}, finished, tokens, states)
 
 
 @dataclass
@@ -170,11 +177,17 @@ def regenerate(
     *,
     resume: bool = True,
     progress: Callable[[int, int], None] | None = None,
+    keep: Callable[[Conversation, States], None] | None = None,
 ) -> Regenerated:
     """Answer `prompts` turn by turn and append each finished conversation to `out_path` at once.
 
     A file that a killed run left is continued: a torn last line is dropped, what stands is kept, and only the
     other prompts are answered. Beside the file, `<name>.meta.json` holds the identity of the source.
+
+    Args:
+        resume: False starts the file over.
+        progress: told (prompts done, all).
+        keep: given each conversation that was written, and the states of its last answer, where the source has them.
 
     Raises:
         DataError: no prompts, an id that occurs twice, a file of another source, or one being written to.
@@ -211,8 +224,11 @@ def regenerate(
                     if isinstance(outcome, Failure):
                         report.rejects.append(Reject(conversation.prompt.id, outcome.reason, str(path)))
                     elif conversation.take(outcome):
-                        _append(file, path, conversation.close().to_json())
+                        closed = conversation.close()
+                        _append(file, path, closed.to_json())
                         report.written += 1
+                        if keep is not None and outcome.states is not None:
+                            keep(closed, outcome.states)
                     else:
                         further.append(conversation)
                     if progress is not None:

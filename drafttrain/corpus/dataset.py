@@ -109,6 +109,16 @@ def build_corpus(
     return stored
 
 
+def samples_of(
+    conversation: Conversation, chat: ChatRenderer, *, max_length: int, supervise: Supervise = "answers"
+) -> list[Sample] | Reject:
+    """What a conversation becomes."""
+    outcome = chat.samples(conversation, max_length)
+    if isinstance(outcome, Reject) or supervise == "answers":
+        return outcome
+    return [replace(sample, spans=[(0, len(sample.ids) - 1)]) for sample in outcome]
+
+
 def _write(
     folder: Path,
     key: str,
@@ -123,7 +133,7 @@ def _write(
 
     def samples() -> Iterator[Sample]:
         for conversation in conversations:
-            outcome = chat.samples(conversation, max_length)
+            outcome = samples_of(conversation, chat, max_length=max_length, supervise=supervise)
             if isinstance(outcome, Reject):
                 rejects.append(outcome)
                 continue
@@ -135,7 +145,7 @@ def _write(
                         where=chat.name,
                         remedy="use the tokenizer that belongs to the target",
                     )
-                yield sample if supervise == "answers" else replace(sample, spans=[(0, len(sample.ids) - 1)])
+                yield sample
 
     try:
         with atomic_folder(folder) as partial:

@@ -61,7 +61,7 @@ def synthesise(
         wanted = missing + missing // 8 + 4
         before = len(prompts)
         drawn: dict[int, list[int]] = {}
-        for index, tokens in generator.generate(
+        for index, tokens, _ in generator.generate(
             [opening] * wanted,
             max_new_tokens=max_new_tokens,
             temperature=temperature,

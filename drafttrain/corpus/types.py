@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
+
+from drafttrain.modeling.taps import Tap
 
 Message = dict[str, Any]
 """One chat message as templates read it: `role`, `content`, and whatever else, such as `tool_calls`."""
@@ -133,6 +136,29 @@ class Reject:
         return {"id": self.id, "reason": self.reason, "where": self.where}
 
 
+@dataclass(frozen=True)
+class States:
+    """What the target computed while it wrote.
+
+    Attributes:
+        ids: int32 [L], the prompt and what it wrote, as far as it was read again.
+        features: tap -> [L, H], in the target's dtype, on the CPU.
+        greedy_from: behind each position from here on stands the token that the target finds likeliest.
+    """
+
+    ids: NDArray[np.int32]
+    features: dict[Tap, Tensor]
+    greedy_from: int
+
+
+class Continuation(NamedTuple):
+    """Of prompt number `prompt`: new token ids, the stop token included, and the states if they were asked for."""
+
+    prompt: int
+    tokens: list[int]
+    states: States | None = None
+
+
 class TokenGenerator(Protocol):
     """Something that continues token sequences in this process; the engine supplies it."""
 
@@ -146,8 +172,9 @@ class TokenGenerator(Protocol):
         top_k: int,
         seed: int,
         stop: frozenset[int],
-    ) -> Iterator[tuple[int, list[int]]]:
-        """Yield (index into prompts, new tokens) as they finish, in any order."""
+        taps: Sequence[Tap] = (),
+    ) -> Iterator[Continuation]:
+        """Continue each prompt once, as they finish, in any order; with the states at `taps`, if there are any."""
         ...
 
 

@@ -21,6 +21,7 @@ class Request:
         stop: the token that completes one of these strings in the output ends it and is its last token, as in
             transformers; it may end in the middle of a token.
         turn: turn of a conversation, copied into the records.
+        beyond: tokens that are emitted behind a stop id, for who wants the target's states at it.
     """
 
     id: str
@@ -30,6 +31,7 @@ class Request:
     stop_ids: frozenset[int] = frozenset()
     turn: int = 0
     stop: tuple[str, ...] = ()
+    beyond: int = 0
 
 
 @dataclass(frozen=True)

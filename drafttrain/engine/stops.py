@@ -41,12 +41,24 @@ class Stops:
             new: what comes behind.
 
         Returns:
-            the count, the token that completes a stop string or is a stop id included; None if the output goes on.
+            the count, the token that completes a stop string or is a stop id included, and those beyond it; None if
+            the output goes on.
         """
-        ends = [place + 1 for place, token in enumerate(new) if token in request.stop_ids][:1]
+        ends = [*self._stop_id(request, before, new)]
         if request.stop:
             ends += self._strings(request.stop, before, new)
         return min(ends, default=None)
+
+    @staticmethod
+    def _stop_id(request: Request, before: Sequence[int], new: Sequence[int]) -> list[int]:
+        # Had a token before these been the first stop id, the output would have ended there.
+        recent = before[-request.beyond :] if request.beyond else ()
+        ends = [
+            place + 1 - len(recent) + request.beyond
+            for place, token in enumerate([*recent, *new])
+            if token in request.stop_ids
+        ]
+        return [end for end in ends[:1] if end <= len(new)]
 
     def _strings(self, stop: Sequence[str], before: Sequence[int], new: Sequence[int]) -> list[int]:
         window = max(len(text.encode()) for text in stop) + _SPARE

@@ -121,14 +121,20 @@ def label_sources(sample: Sample) -> Tensor:
     return wanted.nonzero().flatten()
 
 
-def top1_of(target: CausalLM, sample: Sample, final: Tensor) -> Tensor:
+def top1_of(target: CausalLM, sample: Sample, final: Tensor, greedy_from: int | None = None) -> Tensor:
     """int64 [L] of `Captured`, from the target's head alone, in chunks.
 
     Args:
         final: [at least L, H].
+        greedy_from: behind each position from here on the sample has the target's likeliest token; None: nowhere.
     """
     top1 = torch.full((len(sample.ids),), UNKNOWN, dtype=torch.int64, device=final.device)
-    wanted = label_sources(sample).to(final.device)
+    wanted = label_sources(sample)
+    if greedy_from is not None:
+        known = wanted[(wanted >= greedy_from) & (wanted < len(sample.ids) - 1)]
+        top1[known] = torch.from_numpy(sample.ids.astype(np.int64))[known + 1].to(final.device)
+        wanted = wanted[(wanted < greedy_from) | (wanted == len(sample.ids) - 1)]
+    wanted = wanted.to(final.device)
     for rows in torch.split(wanted, _TOP1_ROWS):
         top1[rows] = target.lm_head(final[rows]).argmax(-1)
     return top1

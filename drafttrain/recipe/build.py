@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from contextlib import closing
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -15,9 +15,16 @@ import torch
 from torch import Tensor
 
 from drafttrain.corpus.chat import ChatRenderer
-from drafttrain.corpus.dataset import Corpus, answer_counts, build_corpus, split_held_out, token_counts
+from drafttrain.corpus.dataset import (
+    Corpus,
+    answer_counts,
+    build_corpus,
+    samples_of,
+    split_held_out,
+    token_counts,
+)
 from drafttrain.corpus.samples import lengths_of
-from drafttrain.corpus.types import Conversation, Sample
+from drafttrain.corpus.types import Conversation, Reject, Sample
 from drafttrain.drafters.base import Drafter
 from drafttrain.drafters.build import blocks_read, build_drafter, check_start, init_from_target, new_vocab_map
 from drafttrain.drafters.eagle.eagle3 import Eagle3Drafter
@@ -29,6 +36,7 @@ from drafttrain.features.building import build_store, holds, identity_of, open_s
 from drafttrain.features.client import FeatureClient, Wanted
 from drafttrain.features.hybrid import HybridFeatures
 from drafttrain.features.lock import WHOLE, Part
+from drafttrain.features.recording import StateKeeper
 from drafttrain.features.sources import FeatureSource, OnlineFeatures, StoredFeatures
 from drafttrain.features.store import StoreIdentity
 from drafttrain.features.stream import StreamedFeatures
@@ -37,6 +45,7 @@ from drafttrain.features.wire import find_token, given_token
 from drafttrain.losses.objective import Objective
 from drafttrain.modeling.taps import FeatureSpec
 from drafttrain.modeling.vocab_map import VocabMap
+from drafttrain.recipe.checks import can_record
 from drafttrain.recipe.conversations import InProcess, data_hashes, prepare_conversations, what_was_left_out
 from drafttrain.recipe.load import save_recipe
 from drafttrain.recipe.provenance import collect_provenance, record_provenance
@@ -203,11 +212,7 @@ def prepare_store(recipe: Recipe, report: Reporter) -> StoreParts:
     target = prepare_target(recipe, report, load_ends if ends else load_target)
     chat = _prepare_chat(recipe, target)
     corpus, _ = prepare_corpus(recipe, target, chat, report)
-    try:
-        drafter = build_drafter(recipe.drafter, target.config, device="meta")
-    except ValueError as error:
-        raise RecipeError(str(error), where="drafter") from None
-    identity = store_identity(recipe, target, chat, drafter)
+    identity = store_identity(recipe, target, chat, _shape_of_draft(recipe, target))
     report.say(store_size(recipe, identity, corpus.samples))
     return StoreParts(target, identity, corpus.samples)
 
@@ -219,7 +224,8 @@ def prepare_corpus(recipe: Recipe, target: TargetModel, chat: ChatRenderer, repo
     def writer() -> InProcess:
         return InProcess.of(target, data.answers.batch_size)
 
-    conversations = prepare_conversations(recipe, chat, writer, report.progress)
+    with _state_keeper(recipe, target, chat) as keeper:
+        conversations = prepare_conversations(recipe, chat, writer, report.progress, keeper)
     for line in what_was_left_out(recipe):
         report.say(line)
     # Answers lie in the order in which they were finished, which a resumed run does not repeat.
@@ -233,6 +239,36 @@ def prepare_corpus(recipe: Recipe, target: TargetModel, chat: ChatRenderer, repo
         f"supervised; {len(corpus.rejects)} conversations refused, {len(held_out)} held out"
     )
     return corpus, held_out
+
+
+def _state_keeper(
+    recipe: Recipe, target: TargetModel, chat: ChatRenderer
+) -> StateKeeper | AbstractContextManager[None]:
+    """Of the target's states while it answers, where the recipe has a store for them."""
+    config = recipe.features
+    record = target.device.type == "cpu" if config.record is None else config.record
+    if not (record and can_record(recipe.data, config, recipe.target)):
+        return nullcontext()
+    longest, supervise = _longest_sample(recipe, target), recipe.data.supervise
+
+    def samples(conversation: Conversation) -> Sequence[Sample]:
+        found = samples_of(conversation, chat, max_length=longest, supervise=supervise)
+        return [] if isinstance(found, Reject) else found
+
+    identity = store_identity(recipe, target, chat, _shape_of_draft(recipe, target))
+    return StateKeeper(store_path(recipe), identity, target, samples, shard_bytes=config.shard_mib << 20)
+
+
+def _shape_of_draft(recipe: Recipe, target: TargetModel) -> Drafter:
+    """The draft without weights.
+
+    Raises:
+        RecipeError: a draft that does not fit the target.
+    """
+    try:
+        return build_drafter(recipe.drafter, target.config, device="meta")
+    except ValueError as error:
+        raise RecipeError(str(error), where="drafter") from None
 
 
 def _longest_sample(recipe: Recipe, target: TargetModel) -> int:

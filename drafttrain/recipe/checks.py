@@ -30,6 +30,12 @@ def check_sections(sections: Mapping[str, Any]) -> Iterator[Problem]:
             yield from check(**{name: sections[name] for name in names})
 
 
+def can_record(data: DataConfig, features: FeaturesConfig, target: TargetConfig) -> bool:
+    """Whether the target's states can be kept while it answers."""
+    answers_here = data.path is None and data.answers.source == "target" and target.placement == "whole"
+    return answers_here and features.stores and not features.urls
+
+
 def _samples_fit_rows(data: DataConfig, training: TrainingConfig) -> Iterator[Problem]:
     if data.max_length > training.row_length:
         yield Problem(
@@ -88,6 +94,17 @@ def _stores_hold_what_is_read(drafter: AnyDrafter, features: FeaturesConfig) -> 
         )
 
 
+def _recorded_states_are_of_answers(
+    data: DataConfig, features: FeaturesConfig, target: TargetConfig
+) -> Iterator[Problem]:
+    if features.record and not can_record(data, features, target):
+        yield Problem(
+            ("features", "record"),
+            "there is nothing to record: it takes a store (features.source: offline or hybrid) without urls, and a "
+            "target that answers in this process (data.answers.source: target)",
+        )
+
+
 def _targets_do_what_they_can(
     target: TargetConfig, data: DataConfig, features: FeaturesConfig, evaluation: EvaluationConfig
 ) -> Iterator[Problem]:
@@ -133,6 +150,7 @@ _CHECKS = (
     _drafts_are_deep_enough,
     _terms_have_inputs,
     _stores_hold_what_is_read,
+    _recorded_states_are_of_answers,
     _targets_do_what_they_can,
     _targets_in_shards_keep_step,
 )

@@ -35,8 +35,10 @@ from drafttrain.corpus.readers import (
 from drafttrain.corpus.types import Conversation, Prompt, Reject, TokenGenerator
 from drafttrain.engine.generation import TargetGenerator
 from drafttrain.errors import DataError, UserError
+from drafttrain.features.recording import StateKeeper
 from drafttrain.files import atomic_file, find_resource, read_json, read_jsonl, sha256_file, write_json
 from drafttrain.modeling.causal_lm import CausalLM
+from drafttrain.modeling.taps import Tap
 from drafttrain.recipe.schema import Recipe
 
 Progress = Callable[[str, int, int], None]
@@ -147,17 +149,21 @@ def answer_prompts(
     target: Callable[[], InProcess],
     progress: Progress | None = None,
     prompts: Sequence[Prompt] | None = None,
+    keeper: StateKeeper | None = None,
 ) -> Regenerated:
     """Answer the recipe's prompts into the run's folder; what is there already is kept.
 
     Args:
         target: called only if it has to write prompts or answers.
         prompts: of `prepare_prompts`, where they are at hand.
+        keeper: of the target's states meanwhile.
     """
     prompts = prepare_prompts(recipe, chat, target, progress) if prompts is None else prompts
     files = ConversationFiles.of(recipe)
     tell = None if progress is None else partial(progress, "answers")
-    report = regenerate(prompts, _answer_source(recipe, chat, target), files.answers, progress=tell)
+    source = _answer_source(recipe, chat, target, () if keeper is None else keeper.taps)
+    keep = None if keeper is None else keeper.keep
+    report = regenerate(prompts, source, files.answers, progress=tell, keep=keep)
     _write_rejects(files.unanswered, report.rejects)
     return report
 
@@ -167,8 +173,13 @@ def prepare_conversations(
     chat: ChatRenderer,
     target: Callable[[], InProcess],
     progress: Progress | None = None,
+    keeper: StateKeeper | None = None,
 ) -> Sequence[Conversation]:
     """All conversations of a recipe: read where they are given, answered where they are not yet.
+
+    Args:
+        target: called only if it has to write prompts or answers.
+        keeper: of the target's states while it answers.
 
     Raises:
         DataError: nothing usable; see `prepare_prompts` and `regenerate`.
@@ -177,7 +188,7 @@ def prepare_conversations(
         # Before hours of answers, not behind them.
         prompts = prepare_prompts(recipe, chat, target, progress)
         require_rest(len(prompts), recipe.data.held_out)
-        report = answer_prompts(recipe, chat, target, progress, prompts)
+        report = answer_prompts(recipe, chat, target, progress, prompts, keeper)
         if report.rejects and not report.resumed + report.written:
             raise DataError(
                 f"none of the {len(report.rejects)} prompts got an answer; the first: {report.rejects[0].reason}",
@@ -233,7 +244,9 @@ def data_hashes(recipe: Recipe) -> dict[str, str]:
     return {name: sha256_file(path) for name, path in paths.items()}
 
 
-def _answer_source(recipe: Recipe, chat: ChatRenderer, target: Callable[[], InProcess]) -> AnswerSource:
+def _answer_source(
+    recipe: Recipe, chat: ChatRenderer, target: Callable[[], InProcess], taps: Sequence[Tap]
+) -> AnswerSource:
     answers = recipe.data.answers
     if answers.source == "server":
         return ServerAnswers(answers, recipe.data.template_kwargs)
@@ -244,7 +257,7 @@ def _answer_source(recipe: Recipe, chat: ChatRenderer, target: Callable[[], InPr
             remedy="use 'target' or 'server'",
         )
     writer = target()
-    return TargetAnswers(writer.generator, chat, answers, writer.context_length)
+    return TargetAnswers(writer.generator, chat, answers, writer.context_length, taps)
 
 
 def _origin(recipe: Recipe, chat: ChatRenderer) -> dict[str, Any]:

@@ -74,7 +74,7 @@ def tiny(folder: Path, **changes: object) -> Tiny:
     generator = torch.Generator().manual_seed(1)
     lengths = torch.randint(1, 16, (8,), generator=generator).tolist()
     prompts = [torch.randint(3, VOCAB, (n,), generator=generator).tolist() for n in lengths]
-    answers = dict(TargetGenerator(target).generate(prompts, max_new_tokens=NEW))
+    answers = {said.prompt: said.tokens for said in TargetGenerator(target).generate(prompts, max_new_tokens=NEW)}
     documents = [torch.tensor(prompt + answers[i]) for i, prompt in enumerate(prompts)]
     return Tiny(target, folder, prompts, documents)
 

@@ -58,7 +58,9 @@ def runs(environment: ServerEnvironment, tmp_path_factory: pytest.TempPathFactor
     target = load_target(TargetConfig(model=embedded.NAME, dtype="float32", device="cpu"))
     # The shortest of some: what is trained on costs as much as what is answered.
     prompts = sorted(first_turns(target, "data/prompts/train.jsonl", 12), key=len)[:PROMPTS]
-    answers = dict(TargetGenerator(target).generate(prompts, max_new_tokens=NEW + K + 1))
+    answers = {
+        said.prompt: said.tokens for said in TargetGenerator(target).generate(prompts, max_new_tokens=NEW + K + 1)
+    }
     documents = [torch.tensor([*ids, *answers[i]]) for i, ids in enumerate(prompts)]
     model = Tiny(target, embedded.embedded_folder(), prompts, documents)
     said = torch.bincount(torch.cat(documents), minlength=target.vocab_size)

@@ -72,6 +72,7 @@ class Proposer(ABC):
         device: where its own state lies; None = beside the target.
         lazy: set before `reserve` by who may go without its proposals for a while: what `observe` tells is then kept,
             and only read when a proposal is asked for.
+        sees_the_end: whether `observe` is called for a round in which all rows end, too.
     """
 
     name: str
@@ -79,6 +80,7 @@ class Proposer(ABC):
     tree: TreeShape | DynamicTree | None = None
     device: torch.device | None = None
     lazy: bool = False
+    sees_the_end: bool = False
 
     @abstractmethod
     def propose(self, rows: Sequence[Row], k: int) -> Proposal:

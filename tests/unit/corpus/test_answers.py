@@ -19,7 +19,7 @@ from drafttrain.corpus.answers import Answer, Failure, Question, TargetAnswers, 
 from drafttrain.corpus.chat import ChatRenderer
 from drafttrain.corpus.config import AnswersConfig
 from drafttrain.corpus.synthesis import synthesise, user_turn_opening
-from drafttrain.corpus.types import Prompt, Sample
+from drafttrain.corpus.types import Continuation, Prompt, Sample
 from drafttrain.engine.generation import TargetGenerator
 from drafttrain.errors import DataError
 from tests.chats import CHATML, chat_tokenizer, user
@@ -206,7 +206,7 @@ def test_answers_of_a_model_are_what_it_generates(tmp_path: Path, model: tuple[T
     assert [reject.id for reject in report.rejects] == ["long"]
     assert "exceeds the context of 512" in report.rejects[0].reason
     answers = {conversation.id: conversation for conversation in read_answers(tmp_path / "out.jsonl")}
-    (_, tokens), *_ = generator.generate(
+    (said,) = generator.generate(
         [chat.prompt_ids([user("Hi")])],
         max_new_tokens=12,
         temperature=1.0,
@@ -215,10 +215,10 @@ def test_answers_of_a_model_are_what_it_generates(tmp_path: Path, model: tuple[T
         seed=3,
         stop=chat.stop_ids,
     )
-    text, finished = chat.answer_text(tokens, 12)
+    text, finished = chat.answer_text(said.tokens, 12)
     assert answers["a"].messages[1]["content"] == text
     assert (1 in answers["a"].cut) == (not finished)
-    assert answers["a"].tokens[1] == tokens
+    assert answers["a"].tokens[1] == said.tokens
     sample = chat.sample(answers["b"], 512)
     prompt = chat.prompt_ids([user("😀")])
     assert isinstance(sample, Sample)
@@ -243,9 +243,9 @@ def test_a_model_that_repeats_itself_is_an_error() -> None:
     chat = ChatRenderer(chat_tokenizer(CHATML))
 
     class Parrot:
-        def generate(self, prompts: Sequence[list[int]], **_: Any) -> Iterator[tuple[int, list[int]]]:
+        def generate(self, prompts: Sequence[list[int]], **_: Any) -> Iterator[Continuation]:
             for index in range(len(prompts)):
-                yield index, [*chat.encode("How are you today?"), chat.end_of_turn]
+                yield Continuation(index, [*chat.encode("How are you today?"), chat.end_of_turn])
 
     with pytest.raises(DataError, match="1 distinct prompts of 5"):
         synthesise(Parrot(), chat, 5)

@@ -165,10 +165,14 @@ def test_without_a_draft_each_round_emits_one_token() -> None:
 def test_generator_yields_every_prompt_once() -> None:
     target = tiny_target()
     prompts = RAGGED_PROMPTS * 2
-    got = dict(TargetGenerator(target, batch_size=4).generate(prompts, max_new_tokens=6, temperature=1.0, seed=2))
+
+    def outputs(batch_size: int) -> dict[int, list[int]]:
+        found = TargetGenerator(target, batch_size).generate(prompts, max_new_tokens=6, temperature=1.0, seed=2)
+        return {index: tokens for index, tokens, _ in found}
+
+    got = outputs(4)
     assert sorted(got) == list(range(14)) and all(len(tokens) == 6 for tokens in got.values())
-    again = dict(TargetGenerator(target, batch_size=2).generate(prompts, max_new_tokens=6, temperature=1.0, seed=2))
-    assert got == again
+    assert got == outputs(2)
     # The same prompt at another place has a stream of its own.
     assert any(got[i] != got[i + 7] for i in range(7))
 
