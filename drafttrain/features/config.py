@@ -28,8 +28,8 @@ class FeaturesConfig(Config):
         path: folder of the store; default `features/` inside the run folder.
         dtype: element type on disk: bf16, fp32, or fp8, which is e4m3 with a scale a token and tap.
         record: keep the target's states while it answers (`data.answers.source: target`), so that the store needs no
-            forward over the answers; None does so on a CPU. On a GPU such a forward is quick, and answers that are
-            recorded are not: they are written without CUDA graphs.
+            forward over the answers. For CPUs: on a GPU such a forward is quick, and answers that are recorded are not,
+            for they are written without CUDA graphs. In bf16 these states round otherwise than those of a forward.
         shard_mib: size at which a shard is closed, MiB.
         batch_tokens: tokens (padding included) of one forward of the target.
         verify: "checksum" reads every shard once at start, "size" compares file sizes only.
@@ -48,7 +48,7 @@ class FeaturesConfig(Config):
     source: Literal["online", "offline", "hybrid", "stream", "vllm"] = "online"
     path: str | None = None
     dtype: Annotated[StoreDtype, BeforeValidator(spell_out)] = "bfloat16"
-    record: bool | None = None
+    record: bool = False
     shard_mib: int = Field(default=256, ge=1)
     batch_tokens: int = Field(default=4096, ge=1)
     verify: Literal["checksum", "size"] = "checksum"

@@ -45,7 +45,6 @@ from drafttrain.features.wire import find_token, given_token
 from drafttrain.losses.objective import Objective
 from drafttrain.modeling.taps import FeatureSpec
 from drafttrain.modeling.vocab_map import VocabMap
-from drafttrain.recipe.checks import can_record
 from drafttrain.recipe.conversations import InProcess, data_hashes, prepare_conversations, what_was_left_out
 from drafttrain.recipe.load import save_recipe
 from drafttrain.recipe.provenance import collect_provenance, record_provenance
@@ -244,10 +243,9 @@ def prepare_corpus(recipe: Recipe, target: TargetModel, chat: ChatRenderer, repo
 def _state_keeper(
     recipe: Recipe, target: TargetModel, chat: ChatRenderer
 ) -> StateKeeper | AbstractContextManager[None]:
-    """Of the target's states while it answers, where the recipe has a store for them."""
+    """Of the target's states while it answers, where the recipe asks for one."""
     config = recipe.features
-    record = target.device.type == "cpu" if config.record is None else config.record
-    if not (record and can_record(recipe.data, config, recipe.target)):
+    if not config.record:
         return nullcontext()
     longest, supervise = _longest_sample(recipe, target), recipe.data.supervise
 

@@ -30,12 +30,6 @@ def check_sections(sections: Mapping[str, Any]) -> Iterator[Problem]:
             yield from check(**{name: sections[name] for name in names})
 
 
-def can_record(data: DataConfig, features: FeaturesConfig, target: TargetConfig) -> bool:
-    """Whether the target's states can be kept while it answers."""
-    answers_here = data.path is None and data.answers.source == "target" and target.placement == "whole"
-    return answers_here and features.stores and not features.urls
-
-
 def _samples_fit_rows(data: DataConfig, training: TrainingConfig) -> Iterator[Problem]:
     if data.max_length > training.row_length:
         yield Problem(
@@ -97,7 +91,8 @@ def _stores_hold_what_is_read(drafter: AnyDrafter, features: FeaturesConfig) -> 
 def _recorded_states_are_of_answers(
     data: DataConfig, features: FeaturesConfig, target: TargetConfig
 ) -> Iterator[Problem]:
-    if features.record and not can_record(data, features, target):
+    answers_here = data.path is None and data.answers.source == "target" and target.placement == "whole"
+    if features.record and not (answers_here and features.stores and not features.urls):
         yield Problem(
             ("features", "record"),
             "there is nothing to record: it takes a store (features.source: offline or hybrid) without urls, and a "

@@ -36,7 +36,7 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return world
 
 
-def asked(world: Path, name: str, record: bool | None = None, **data: Any) -> Recipe:
+def asked(world: Path, name: str, record: bool = True, **data: Any) -> Recipe:
     path = recipe(
         world,
         world / name,
@@ -142,4 +142,4 @@ def test_recording_needs_answers_and_a_store(world: Path) -> None:
     given = {"answers": {"source": "given"}, "prompts": [{"source": str(world / "conversations.jsonl")}]}
     with pytest.raises(RecipeError, match=r"features\.record .*: there is nothing to record"):
         asked(world, "run", True, **given)
-    assert asked(world, "run", None, **given).features.record is None
+    assert not asked(world, "run", False, **given).features.record
