@@ -225,6 +225,8 @@ def prepare_corpus(recipe: Recipe, target: TargetModel, chat: ChatRenderer, repo
 
     with _state_keeper(recipe, target, chat) as keeper:
         conversations = prepare_conversations(recipe, chat, writer, report.progress, keeper)
+    if keeper is not None and keeper.kept:
+        report.say(f"features: those of {keeper.kept} samples were recorded while the target answered")
     for line in what_was_left_out(recipe):
         report.say(line)
     # Answers lie in the order in which they were finished, which a resumed run does not repeat.

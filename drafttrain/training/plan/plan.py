@@ -146,8 +146,8 @@ def make_plan(
         own = [one for one in layouts if one.placement == recipe.target.placement]
         layout = min(own, key=peaks.__getitem__, default=Layout(recipe.target.placement, Launch("zero", 2)))
     online = not recipe.features.stores
-    # A store is filled once; online features are computed in each epoch.
-    body_runs = work.seen if online else work.samples
+    # Online features are computed in each epoch, those of a store once, and recorded ones with the answers.
+    body_runs = work.seen if online else 0 if recipe.features.record else work.samples
     states_flops = (flops.target.total - flops.target.head) * body_runs + flops.first_time.total * work.samples
     target_rate = hardware.peak(recipe.target.dtype) * hardware.target_use * ranks * 3600
     draft_rate = hardware.peak(recipe.training.precision) * hardware.draft_use * ranks * 3600

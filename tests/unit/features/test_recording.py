@@ -52,7 +52,9 @@ def asked(world: Path, name: str, record: bool = True, **data: Any) -> Recipe:
     return load_recipe(path)
 
 
-def built(wanted: Recipe, monkeypatch: pytest.MonkeyPatch) -> tuple[RunParts, StoreReader, int]:
+def built(
+    wanted: Recipe, monkeypatch: pytest.MonkeyPatch, said: Said | None = None
+) -> tuple[RunParts, StoreReader, int]:
     """The run, its store, and how many samples a forward of their own was needed for."""
     forwards: list[str] = []
     own = build.build_store
@@ -63,8 +65,9 @@ def built(wanted: Recipe, monkeypatch: pytest.MonkeyPatch) -> tuple[RunParts, St
         return own(path, identity, target, samples, *rest)
 
     monkeypatch.setattr(build, "build_store", watched)
-    parts = build_run(wanted, Said())
-    write_features(wanted, parts, Said())
+    report = said or Said()
+    parts = build_run(wanted, report)
+    write_features(wanted, parts, report)
     return parts, StoreReader(Path(wanted.run_folder) / "features", parts.features), len(forwards)
 
 
@@ -75,11 +78,13 @@ def test_recorded_features_are_those_that_a_forward_gives(
 ) -> None:
     settings = {"supervise": supervise}
     answers = {"source": "target", "max_new_tokens": 16, "batch_size": 5, "temperature": temperature}
-    parts, recorded, few = built(asked(world, "recorded", answers=answers, **settings), monkeypatch)
+    said = Said()
+    parts, recorded, few = built(asked(world, "recorded", answers=answers, **settings), monkeypatch, said)
     again, computed, all_ = built(asked(world, "computed", False, answers=answers, **settings), monkeypatch)
     samples = list(parts.corpus.samples)
     assert parts.corpus.key == again.corpus.key and len(samples) == QUESTIONS - 2
     assert few < all_ == len(samples)
+    assert any(line.endswith("samples were recorded while the target answered") for line in said.lines)
     for sample in samples:
         ours, our_top1 = recorded.read(sample)
         theirs, their_top1 = computed.read(sample)

@@ -333,6 +333,12 @@ def test_hours_shrink_with_ranks_and_grow_with_epochs(llama70b: Callable[..., An
     assert four.work.steps == pytest.approx(one.work.steps / 4, abs=4)
 
 
+def test_recorded_features_cost_no_forward(llama70b: Callable[..., Any]) -> None:
+    here = ("features.source=offline", "target.placement=whole", "data.answers.source=target")
+    once, recorded = (llama70b("8xH200", *here, f"features.record={on}", samples=1000) for on in ("false", "true"))
+    assert recorded.target_hours < 0.1 * once.target_hours and recorded.draft_hours == once.draft_hours
+
+
 def test_a_store_runs_the_target_once(llama70b: Callable[..., Any]) -> None:
     online = llama70b("8xH200", samples=1000)
     stored = llama70b("8xH200", "features.source=offline", "target.placement=whole", samples=1000)
