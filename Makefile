@@ -8,6 +8,8 @@
 # CUDA builds under that version, PIP_EXTRA_INDEX_URL can name an index of CPU builds.
 
 SHELL := /bin/bash
+# Tests start Python some two hundred times: without bytecode each would compile torch and transformers again.
+unexport PYTHONDONTWRITEBYTECODE
 PYTHON ?= python3
 TORCH_CPU ?= torch==2.13.0
 VENV := .venv
@@ -20,6 +22,8 @@ EXTRAS_DEV := data,dev
 RECIPE ?= recipes/quickstart.yaml
 SUITE ?= eval/suites/core.yaml
 ARGS ?=
+# Files of tests run side by side, a worker a core; the long ones come first. ARGS=-n0 runs all in one process.
+SIDE_BY_SIDE := -n logical --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 # The whole suite is 96 conversations at two temperatures; a sixth of it shows the result in a few minutes.
 SUITE_ARGS ?= limit=16 max_new_tokens=64
 
@@ -40,10 +44,10 @@ quickstart: $(STAMP)
 # What is compared number for number is compared on a CPU; a GPU has tests of its own.
 test: venv
 	$(if $(GPU),$(BIN)/python -m pytest tests/gpu tests/kernels $(ARGS))
-	$(if $(GPU),CUDA_VISIBLE_DEVICES= )$(BIN)/python -m pytest -m "not serving" $(ARGS)
+	$(if $(GPU),CUDA_VISIBLE_DEVICES= )$(BIN)/python -m pytest $(SIDE_BY_SIDE) -m "not serving" $(ARGS)
 
 serving: venv
-	$(BIN)/python -m pytest tests/serving -m serving $(ARGS)
+	$(BIN)/python -m pytest $(SIDE_BY_SIDE) tests/serving -m serving $(ARGS)
 
 lint: venv
 	@status=0; \

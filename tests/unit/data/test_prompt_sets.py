@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 import unicodedata
 from collections import Counter
@@ -11,6 +10,7 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import pytest
 
 PROMPTS = Path(__file__).parents[3] / "data" / "prompts"
@@ -139,22 +139,18 @@ def test_no_eight_words_in_a_row_are_shared() -> None:
 
 
 def close_pairs(sets: dict[str, set[str]]) -> list[tuple[str, str]]:
-    """Pairs with a Jaccard similarity of `MAX_SIMILARITY` or more.
-
-    Sets that are so much alike share one of the rarest elements of each (prefix filtering, Chaudhuri et al. 2006): only
-    pairs that do are compared.
-    """
-    frequency = Counter(element for elements in sets.values() for element in elements)
-    having: dict[str, list[str]] = {}
+    """Pairs with a Jaccard similarity of `MAX_SIMILARITY` or more: what each set shares with all is counted at once."""
+    names, sizes = list(sets), np.array([len(elements) for elements in sets.values()])
+    having: dict[str, list[int]] = {}
+    for at, elements in enumerate(sets.values()):
+        for element in elements:
+            having.setdefault(element, []).append(at)
+    holders = {element: np.array(found) for element, found in having.items()}
     close = []
-    for name, elements in sets.items():
-        rarest = sorted(elements, key=lambda element: (frequency[element], element))
-        rarest = rarest[: len(rarest) - math.ceil(MAX_SIMILARITY * len(rarest)) + 1]
-        for other in {other for element in rarest for other in having.get(element, ())}:
-            if jaccard(elements, sets[other]) >= MAX_SIMILARITY:
-                close.append((other, name))
-        for element in rarest:
-            having.setdefault(element, []).append(name)
+    for at, elements in enumerate(sets.values()):
+        shared = np.bincount(np.concatenate([holders[element] for element in elements]), minlength=len(names))
+        similarity = shared / (sizes + sizes[at] - shared)
+        close += [(names[other], names[at]) for other in np.flatnonzero(similarity[:at] >= MAX_SIMILARITY)]
     return close
 
 
