@@ -22,8 +22,8 @@ EXTRAS_DEV := data,dev
 RECIPE ?= recipes/quickstart.yaml
 SUITE ?= eval/suites/core.yaml
 ARGS ?=
-# Files of tests run side by side, a worker a core; the long ones come first. ARGS=-n0 runs all in one process.
-SIDE_BY_SIDE := -n logical --maxprocesses 8 --dist loadfile --no-loadscope-reorder
+# Files of tests run side by side, a worker a core; ARGS=-n0 runs all in one process.
+SIDE_BY_SIDE := -n logical --dist loadfile
 # The whole suite is 96 conversations at two temperatures; a sixth of it shows the result in a few minutes.
 SUITE_ARGS ?= limit=16 max_new_tokens=64
 
@@ -41,13 +41,15 @@ quickstart: $(STAMP)
 	$(BIN)/accelerate launch $(LAUNCH) drafttrain/train.py $(RECIPE) $(ARGS)
 	$(BIN)/drafttrain eval runs/$(shell sed -n 's/^name: *//p' $(RECIPE)) --suite $(SUITE) $(SUITE_ARGS)
 
-# What is compared number for number is compared on a CPU; a GPU has tests of its own.
+# What is compared number for number is compared on a CPU; a GPU has tests of its own. In this order the longest files,
+# those of tests/integration, come first.
 test: venv
 	$(if $(GPU),$(BIN)/python -m pytest tests/gpu tests/kernels $(ARGS))
-	$(if $(GPU),CUDA_VISIBLE_DEVICES= )$(BIN)/python -m pytest $(SIDE_BY_SIDE) -m "not serving" $(ARGS)
+	$(if $(GPU),CUDA_VISIBLE_DEVICES= )$(BIN)/python -m pytest $(SIDE_BY_SIDE) --maxprocesses 8 --no-loadscope-reorder -m "not serving" $(ARGS)
 
+# The files with the most loads of the server come first; each server takes more than 1 GiB.
 serving: venv
-	$(BIN)/python -m pytest $(SIDE_BY_SIDE) tests/serving -m serving $(ARGS)
+	$(BIN)/python -m pytest $(SIDE_BY_SIDE) --maxprocesses 4 tests/serving -m serving $(ARGS)
 
 lint: venv
 	@status=0; \
