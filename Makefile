@@ -8,7 +8,7 @@
 # CUDA builds under that version, PIP_EXTRA_INDEX_URL can name an index of CPU builds.
 
 SHELL := /bin/bash
-# Tests start Python some two hundred times: without bytecode each would compile torch and transformers again.
+# Tests start Python more than a hundred times: without bytecode each would compile torch and transformers again.
 unexport PYTHONDONTWRITEBYTECODE
 PYTHON ?= python3
 TORCH_CPU ?= torch==2.13.0
