@@ -78,7 +78,8 @@ def atomic_folder(path: str | Path, replace: bool = False) -> Iterator[Path]:
 
     Args:
         path: must not exist, unless `replace`.
-        replace: swap with the folder that is there, which goes only once the new one is in its place.
+        replace: swap with the folder that is there, which goes only once the new one is in its place. Who reads it
+            asks `settled` for it.
     """
     final = Path(path)
     if final.exists() and not replace:
@@ -98,24 +99,39 @@ def atomic_folder(path: str | Path, replace: bool = False) -> Iterator[Path]:
                 _exchange(partial, final)
             else:
                 partial.replace(final)
+            shutil.rmtree(_aside(final), ignore_errors=True)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def _exchange(one: Path, two: Path) -> None:
-    """Let two folders change names, in one step where the system can: then the name is never without a folder."""
+def settled(path: str | Path) -> Path:
+    """The folder `path`, or the one that was to be replaced if a kill came between the two renames of that."""
+    final = Path(path)
+    return _aside(final) if not final.exists() and _aside(final).exists() else final
+
+
+def _aside(folder: Path) -> Path:
+    return folder.with_name(f".{folder.name}.old")
+
+
+def _exchange(new: Path, final: Path) -> None:
+    """Put `new` in the place of `final`, in one step where the system can: then the name is never without a folder.
+
+    What was there lies under the name of `new` then, else aside.
+    """
     libc = ctypes.CDLL(None, use_errno=True)
     exchange = getattr(libc, "renameat2", None)
-    if exchange is not None and exchange(_AT_CWD, os.fsencode(one), _AT_CWD, os.fsencode(two), _RENAME_EXCHANGE) == 0:
+    names = (_AT_CWD, os.fsencode(new), _AT_CWD, os.fsencode(final), _RENAME_EXCHANGE)
+    if exchange is not None and exchange(*names) == 0:
         return
-    aside = one.with_suffix(".old")
-    two.rename(aside)
+    aside = _aside(final)
+    shutil.rmtree(aside, ignore_errors=True)
+    final.rename(aside)
     try:
-        one.rename(two)
+        new.rename(final)
     except OSError:
-        aside.rename(two)
+        aside.rename(final)
         raise
-    aside.rename(one)
 
 
 @contextmanager

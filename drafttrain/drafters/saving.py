@@ -6,7 +6,6 @@ loads without its recipe and a foreign target is refused by what it is, not by i
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -22,7 +21,7 @@ from drafttrain.drafters.base import Drafter
 from drafttrain.drafters.eagle.config import Eagle3Config, EagleConfig
 from drafttrain.drafters.registry import DrafterConfig, drafter_class
 from drafttrain.errors import CheckpointError
-from drafttrain.files import atomic_folder, read_json, write_json
+from drafttrain.files import atomic_folder, read_json, settled, write_json
 from drafttrain.modeling.vocab_map import VocabMap
 
 WEIGHTS, META, FORMAT = "model.safetensors", "draft.json", 1
@@ -110,37 +109,9 @@ def save_draft(
         "target": dict(target),
         "provenance": dict(provenance or {}),
     }
-    if replace:
-        _replace(Path(folder), tensors, meta)
-    else:
-        _write(Path(folder), tensors, meta)
-
-
-def _replace(final: Path, tensors: dict[str, Tensor], meta: dict[str, Any]) -> None:
-    staging = final.with_name(f".{final.name}.new")
-    shutil.rmtree(staging, ignore_errors=True)
-    _write(staging, tensors, meta)
-    if final.exists():
-        shutil.rmtree(_aside(final), ignore_errors=True)
-        final.rename(_aside(final))
-    staging.rename(final)
-    shutil.rmtree(_aside(final), ignore_errors=True)
-
-
-def _aside(folder: Path) -> Path:
-    return folder.with_name(f".{folder.name}.old")
-
-
-def _settled(folder: str | Path) -> Path:
-    """The folder, or the one before it if a kill came between the two renames of a replacement."""
-    final = Path(folder)
-    return _aside(final) if not final.exists() and _aside(final).exists() else final
-
-
-def _write(folder: Path, tensors: dict[str, Tensor], meta: dict[str, Any]) -> None:
     try:
-        with atomic_folder(folder) as partial:
-            save_file(tensors, partial / WEIGHTS, metadata={"format": "pt", "family": str(meta["family"])})
+        with atomic_folder(folder, replace) as partial:
+            save_file(tensors, partial / WEIGHTS, metadata={"format": "pt", "family": drafter.family})
             write_json(partial / META, meta)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(
@@ -210,7 +181,7 @@ def read_meta(folder: str | Path) -> DraftMeta:
     Raises:
         CheckpointError: no saved draft, or one of another version.
     """
-    path = _settled(folder) / META
+    path = settled(folder) / META
     if not path.exists():
         raise CheckpointError(
             f"no draft is saved here: there is no {META}",
@@ -234,7 +205,7 @@ def find_draft(run: str | Path) -> Path:
         CheckpointError: there is none.
     """
     places = (Path(run), Path(run) / "best", Path(run) / "draft")
-    found = next((place for place in places if (_settled(place) / META).exists()), None)
+    found = next((place for place in places if (settled(place) / META).exists()), None)
     if found is not None:
         return found
     raise CheckpointError(
@@ -290,7 +261,7 @@ def _built(meta: DraftMeta, vocab_map: VocabMap, device: torch.device | str | No
 
 
 def _read_tensors(folder: str | Path) -> dict[str, Tensor]:
-    path = _settled(folder) / WEIGHTS
+    path = settled(folder) / WEIGHTS
     try:
         return load_file(path)
     except FileNotFoundError:
@@ -366,7 +337,7 @@ def draft_shape(config: DrafterConfig, folder: str | Path) -> Drafter | None:
     Raises:
         CheckpointError: a description that cannot be read.
     """
-    path = _settled(folder) / META
+    path = settled(folder) / META
     if not path.exists():
         return None
     meta, size = read_meta(folder), read_json(path).get("draft_vocab_size")

@@ -9,7 +9,7 @@ import pytest
 
 from drafttrain import files
 from drafttrain.errors import UserError
-from drafttrain.files import atomic_folder, locked
+from drafttrain.files import atomic_folder, locked, settled
 
 
 def old(folder: Path) -> Path:
@@ -65,6 +65,29 @@ def test_a_failure_leaves_the_old_one(in_one_step: bool, tmp_path: Path, monkeyp
         with pytest.raises(OSError, match="Input/output"), atomic_folder(folder, replace=True) as partial:
             (partial / "text").write_text("new")
     assert (folder / "text").read_text() == "old"
+    assert [path.name for path in tmp_path.iterdir()] == ["it"]
+
+
+def test_a_kill_between_two_renames_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the system cannot exchange names in one step: the old folder is found, and the next write clears up."""
+    monkeypatch.setattr(files.ctypes, "CDLL", lambda *_, **__: object())
+    folder = old(tmp_path / "it")
+    assert settled(folder) == folder
+    real = Path.rename
+
+    def killed(self: Path, to: Path) -> Path:
+        if self.suffix == ".part":
+            raise KeyboardInterrupt
+        return real(self, to)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", killed)
+        with pytest.raises(KeyboardInterrupt), atomic_folder(folder, replace=True) as partial:
+            (partial / "text").write_text("new")
+    assert not folder.exists() and (settled(folder) / "text").read_text() == "old"
+    with atomic_folder(folder, replace=True) as partial:
+        (partial / "text").write_text("newer")
+    assert (settled(folder) / "text").read_text() == "newer"
     assert [path.name for path in tmp_path.iterdir()] == ["it"]
 
 
