@@ -6,32 +6,22 @@ import bisect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from drafttrain.bench.bootstrap import Interval
 from drafttrain.bench.rounds import AnswerKey, by_answer
-from drafttrain.bench.speed import speed
+from drafttrain.bench.speed import Cell, speed
 from drafttrain.engine.acceptance import tau
 from drafttrain.engine.records import RoundRecord
 
 
 @dataclass(frozen=True)
-class LengthBucket:
+class LengthBucket(Cell):
     """Answers whose length is in a range.
 
     Attributes:
         low, high: tokens, from `low` to below `high`; None = no upper end.
-        answers: how many were decoded, with the draft and without one.
-        tau: tokens a round.
-        speedup, speedup_ci: of decoding; None with `flag`.
-        flag: why the measured ratio is no result, or None.
     """
 
     low: int
     high: int | None
-    answers: int
-    tau: float | None
-    speedup: float | None
-    speedup_ci: Interval | None
-    flag: str | None
 
     def __str__(self) -> str:
         if self.high is None:
@@ -76,13 +66,13 @@ def by_length(
         assert low is not None
         found.append(
             LengthBucket(
-                low,
-                ends[index + 1],
                 len(keys),
                 tau(rounds),
                 measured.speedup,
                 measured.speedup_ci,
                 measured.flag,
+                low,
+                ends[index + 1],
             )
         )
     return found

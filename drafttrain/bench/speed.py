@@ -69,6 +69,24 @@ class Speed:
         return self.speedup / self.ceiling if self.speedup is not None and self.ceiling else None
 
 
+@dataclass(frozen=True)
+class Cell:
+    """One speed-up of a table.
+
+    Attributes:
+        answers: decoded with the draft and without.
+        tau: tokens a round.
+        speedup, speedup_ci: of decoding; None with `flag`.
+        flag: why the measured ratio is no result, or None.
+    """
+
+    answers: int
+    tau: float | None
+    speedup: float | None
+    speedup_ci: Interval | None
+    flag: str | None
+
+
 def share_s(record: RoundRecord) -> float:
     """The row's share of its round's wall seconds."""
     return (record.draft_s + record.verify_s + record.host_s) / record.batch

@@ -12,25 +12,8 @@ from dataclasses import dataclass, field
 from drafttrain.bench.bootstrap import Interval
 from drafttrain.bench.lengths import LengthBucket
 from drafttrain.bench.result import BASELINE, DraftResult, EvalResult, Memory, Setting
+from drafttrain.bench.speed import Cell
 from drafttrain.bench.training_cost import TrainingCost
-
-
-@dataclass(frozen=True)
-class Cell:
-    """One speed-up.
-
-    Attributes:
-        answers: decoded with the draft and without.
-        tau: tokens a round.
-        speedup, speedup_ci: of decoding; None with `flag`.
-        flag: why the measured ratio is no result, or None.
-    """
-
-    answers: int
-    tau: float | None
-    speedup: float | None
-    speedup_ci: Interval | None
-    flag: str | None
 
 
 @dataclass(frozen=True)
@@ -183,12 +166,8 @@ def _length_grid(
     series = []
     for entry in entries:
         own = {bucket.low: bucket for bucket in buckets(entry)}
-        series.append(Series(entry.draft, [_bucket_cell(own[low]) if low in own else None for low in order]))
+        series.append(Series(entry.draft, [own.get(low) for low in order]))
     return Grid(_held(home), along, [str(lows[low]) for low in order], [lows[low].answers for low in order], series)
-
-
-def _bucket_cell(bucket: LengthBucket) -> Cell:
-    return Cell(bucket.answers, bucket.tau, bucket.speedup, bucket.speedup_ci, bucket.flag)
 
 
 def _batch_grid(result: EvalResult, home: Setting, here: Sequence[Setting]) -> Grid:

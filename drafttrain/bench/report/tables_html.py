@@ -10,7 +10,8 @@ from drafttrain.bench.report import text
 from drafttrain.bench.report.charts import Colours
 from drafttrain.bench.report.table_charts import grid_chart, listing_chart
 from drafttrain.bench.result import EvalResult
-from drafttrain.bench.tables import TITLES, Cell, Grid, Listing, VariantRow, tables
+from drafttrain.bench.speed import Cell
+from drafttrain.bench.tables import TITLES, Grid, Listing, VariantRow, tables
 
 
 def table_sections(result: EvalResult, colours: Colours) -> str:

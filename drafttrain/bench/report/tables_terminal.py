@@ -12,7 +12,8 @@ from rich.text import Text
 from drafttrain.bench.cost_model import CostModel, cost_models
 from drafttrain.bench.report import text
 from drafttrain.bench.result import EvalResult
-from drafttrain.bench.tables import TITLES, Cell, Grid, Listing, VariantRow, tables
+from drafttrain.bench.speed import Cell
+from drafttrain.bench.tables import TITLES, Grid, Listing, VariantRow, tables
 
 
 def section_tables(result: EvalResult) -> Iterator[RenderableType]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from drafttrain.bench.bootstrap import Interval
 from drafttrain.bench.result import BASELINE, DraftResult, Memory
-from drafttrain.bench.speed import Speed
-from drafttrain.bench.tables import Cell, VariantRow
+from drafttrain.bench.speed import Cell, Speed
+from drafttrain.bench.tables import VariantRow
 
 MISSING = "–"
 
