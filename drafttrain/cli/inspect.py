@@ -32,17 +32,19 @@ def run(arguments: argparse.Namespace) -> int:
 
     from drafttrain.corpus.dataset import build_corpus
     from drafttrain.corpus.inspect import corpus_table, inspect_samples
+    from drafttrain.modeling.causal_lm import context_of
     from drafttrain.recipe.conversations import present_conversations
     from drafttrain.targets.load import load_text_config
 
     conversations = present_conversations(recipe)
     chat = chat_of(recipe)
-    vocabulary = load_text_config(recipe.target).vocab_size
+    text = load_text_config(recipe.target)
+    context, _ = context_of(text)
     corpus = build_corpus(
         conversations,
         chat,
-        max_length=recipe.data.max_length,
-        vocab_size=vocabulary,
+        max_length=recipe.data.within(context).max_length,
+        vocab_size=text.vocab_size,
         supervise=recipe.data.supervise,
     )
     count = max(0, min(arguments.samples, len(corpus.samples)))
@@ -50,4 +52,6 @@ def run(arguments: argparse.Namespace) -> int:
     console = Console(force_terminal=True if arguments.color else None)
     console.print(inspect_samples(chosen, chat.tokenizer))
     console.print(corpus_table(corpus))
+    if note := recipe.data.cut_note(context):
+        console.print(note, highlight=False)
     return 0

@@ -95,3 +95,13 @@ class DataConfig(Config):
         if bool(self.prompts) == (self.path is not None):
             raise ValueError("give either prompts or path (conversations answered before)")
         return self
+
+    def within(self, context: int) -> DataConfig:
+        """The same, with samples that end where the target's context does."""
+        return self.model_copy(update={"max_length": min(self.max_length, context)})
+
+    def cut_note(self, context: int) -> str | None:
+        """That `within` changes something, for the user."""
+        if self.max_length <= context:
+            return None
+        return f"samples are cut at {context} tokens, the target's context, not at {self.max_length}"

@@ -74,7 +74,7 @@ class CausalLM(nn.Module):
         vars(self).update(body=body, layers=body.layers, norm=_find_norm(hf, body))
         self.n_layers = len(self.layers)
         self.hidden_size: int = self.config.hidden_size
-        self.context, self._bounded = _context(self.config)
+        self.context, self._bounded = context_of(self.config)
         self._cache_argument = _cache_argument(self.body)
         self._measured: KVShape | None = None
         self._prepared_head: Head | None = None
@@ -324,7 +324,7 @@ def _not_recognised(hf: Any, what: str) -> TargetError:
     )
 
 
-def _context(config: Any) -> tuple[int, bool]:
+def context_of(config: Any) -> tuple[int, bool]:
     """Tokens of the longest text, and whether a position behind it does harm.
 
     Behind its first length longrope turns all positions otherwise, those of cached keys and of a batch's other rows

@@ -128,7 +128,7 @@ def build_run(
     corpus, held_out = data_first(lambda: prepare_corpus(recipe, target, chat, report))
     drafter, coverage = prepare_drafter(recipe, target, chat, corpus.samples)
     trainable = sum(p.numel() for p in drafter.parameters() if p.requires_grad)
-    unseen = _held_out_coverage(drafter, chat, held_out, _longest_sample(recipe, target))
+    unseen = _held_out_coverage(drafter, chat, held_out, recipe.data.within(target.context).max_length)
     report.say(
         f"draft: {drafter.family}, {trainable / 1e6:.1f} M trainable parameters, draft vocabulary "
         f"{drafter.vocab_map.size} of {drafter.vocab_map.vocab_size} covers {coverage:.2%} of the labels"
@@ -231,9 +231,9 @@ def prepare_corpus(recipe: Recipe, target: TargetModel, chat: ChatRenderer, repo
         report.say(line)
     # Answers lie in the order in which they were finished, which a resumed run does not repeat.
     training, held_out = split_held_out(conversations, data.held_out, seed=recipe.seed)
-    longest = _longest_sample(recipe, target)
-    if longest < data.max_length:
-        report.say(f"data: samples are cut at {longest} tokens, the target's context, not at {data.max_length}")
+    if note := data.cut_note(target.context):
+        report.say(f"data: {note}")
+    longest = data.within(target.context).max_length
     corpus = build_corpus(training, chat, max_length=longest, vocab_size=target.vocab_size, supervise=data.supervise)
     report.say(
         f"data: {len(corpus.samples)} samples of {corpus.tokens} tokens, {corpus.supervised / corpus.tokens:.0%} "
@@ -249,7 +249,7 @@ def _state_keeper(
     config = recipe.features
     if not config.record:
         return nullcontext()
-    longest, supervise = _longest_sample(recipe, target), recipe.data.supervise
+    longest, supervise = recipe.data.within(target.context).max_length, recipe.data.supervise
 
     def samples(conversation: Conversation) -> Sequence[Sample]:
         found = samples_of(conversation, chat, max_length=longest, supervise=supervise)
@@ -269,11 +269,6 @@ def _shape_of_draft(recipe: Recipe, target: TargetModel) -> Drafter:
         return build_drafter(recipe.drafter, target.config, device="meta")
     except ValueError as error:
         raise RecipeError(str(error), where="drafter") from None
-
-
-def _longest_sample(recipe: Recipe, target: TargetModel) -> int:
-    """Tokens at which samples are cut."""
-    return min(recipe.data.max_length, target.context)
 
 
 def prepare_drafter(

@@ -27,11 +27,14 @@ class Fitting:
     changes: tuple[str, ...] = ()
 
 
-def find_fitting(recipe: Recipe, ranks: int, fits: Fits, on_cpu: bool) -> Fitting | None:
+def find_fitting(recipe: Recipe, ranks: int, fits: Fits, on_cpu: bool, context: int) -> Fitting | None:
     """The least that makes a recipe fit.
 
     First the plainest launch of the recipe as it stands; then, with the leanest launch, the first single setting that
     suffices, or the fewest in that order together; then the same with the target in shards, then with it elsewhere.
+
+    Args:
+        context: of the target, in tokens.
     """
     for name, changed in _placements(recipe, ranks):
         before = () if name is None else (name,)
@@ -41,7 +44,7 @@ def find_fitting(recipe: Recipe, ranks: int, fits: Fits, on_cpu: bool) -> Fittin
         for layout in layouts:
             if fits(changed, layout):
                 return Fitting(layout, before)
-        found = _settings(changed, partial(_fits_in, fits, layouts[-1]), on_cpu)
+        found = _settings(changed, partial(_fits_in, fits, layouts[-1]), on_cpu, context)
         if found:
             return Fitting(layouts[-1], (*before, *found))
     return None
@@ -73,13 +76,13 @@ def _placed(recipe: Recipe, placement: Placement) -> Recipe:
     return recipe.model_copy(update={"target": recipe.target.model_copy(update={"placement": placement})})
 
 
-def _settings(recipe: Recipe, fits: Callable[[Recipe], bool], on_cpu: bool) -> tuple[str, ...]:
+def _settings(recipe: Recipe, fits: Callable[[Recipe], bool], on_cpu: bool, context: int) -> tuple[str, ...]:
     """The first single change that suffices, else the fewest in that order together, else none."""
-    for name, changed in _changes(recipe, on_cpu):
+    for name, changed in _changes(recipe, on_cpu, context):
         if fits(changed):
             return (name,)
     names: list[str] = []
-    while (step := next(_changes(recipe, on_cpu), None)) is not None:
+    while (step := next(_changes(recipe, on_cpu, context), None)) is not None:
         names.append(step[0])
         recipe = step[1]
         if fits(recipe):
@@ -87,7 +90,7 @@ def _settings(recipe: Recipe, fits: Callable[[Recipe], bool], on_cpu: bool) -> t
     return ()
 
 
-def _changes(recipe: Recipe, on_cpu: bool) -> Iterator[tuple[str, Recipe]]:
+def _changes(recipe: Recipe, on_cpu: bool, context: int) -> Iterator[tuple[str, Recipe]]:
     """Overrides that save memory and hardly cost quality, in the order in which to try them; each once."""
     training = recipe.training
     if batches_ahead(recipe, on_cpu):
@@ -98,9 +101,12 @@ def _changes(recipe: Recipe, on_cpu: bool) -> Iterator[tuple[str, Recipe]]:
         rows = training.batch_rows * training.accumulation
         changed = _with_training(recipe, batch_rows=1, accumulation=rows)
         yield f"training.batch_rows=1 training.accumulation={rows}", changed
-    if training.packing and training.row_length > recipe.data.max_length:
-        length = recipe.data.max_length
-        yield f"training.row_length={length}", _with_training(recipe, row_length=length)
+    data = recipe.data.within(context)
+    if training.packing and training.row_length > data.max_length:
+        # No sample may be longer than a row, as far as the recipe tells.
+        first = "" if data == recipe.data else f"data.max_length={data.max_length} "
+        changed = _with_training(recipe, row_length=data.max_length).model_copy(update={"data": data})
+        yield f"{first}training.row_length={data.max_length}", changed
     if recipe.evaluation.prompts and recipe.evaluation.batch_size > 1:
         evaluation = recipe.evaluation.model_copy(update={"batch_size": 1})
         yield "evaluation.batch_size=1", recipe.model_copy(update={"evaluation": evaluation})

@@ -14,6 +14,7 @@ from drafttrain.drafters.saving import draft_shape
 from drafttrain.errors import RecipeError, TargetError
 from drafttrain.features.sources import taps_with_final
 from drafttrain.features.store import StoreIdentity
+from drafttrain.modeling.causal_lm import context_of
 from drafttrain.recipe.schema import Recipe
 from drafttrain.targets.config import TargetConfig
 from drafttrain.targets.load import load_text_config
@@ -46,7 +47,7 @@ class Plan:
         hours: of the ranks that train, to count on.
         best_hours: the same if all that may go on at once does; less than `hours` on a GPU that both share.
         fitting: layout and overrides that make it fit, None when none do; no overrides when it fits as it is.
-        notes: what was assumed about the draft.
+        notes: what was assumed about the draft, and where samples are cut.
     """
 
     recipe: Recipe
@@ -125,19 +126,23 @@ def make_plan(
     """
     target = new_model(text, "meta")
     drafter, notes = _drafter(recipe, text)
+    context, _ = context_of(text)
+    if cut := recipe.data.cut_note(context):
+        notes.insert(0, cut)
     ranks = hardware.ranks
-    work = workload(recipe, ranks, samples, tokens)
+    work = workload(recipe.model_copy(update={"data": recipe.data.within(context)}), ranks, samples, tokens)
     recompute = recipe.training.gradient_checkpointing
     flops = step_flops(drafter, target, recipe.loss, work, recompute)
     token_bytes = _store_identity(recipe, drafter, text).bytes_per_token
 
     def memory(changed: Recipe, layout: Layout) -> list[Item]:
+        changed = changed.model_copy(update={"data": changed.data.within(context)})
         return memory_items(changed, drafter, target, layout, ranks, hardware.is_cpu)
 
     def fits(changed: Recipe, layout: Layout) -> bool:
         return peak(memory(changed, layout)) + hardware.reserved <= hardware.memory
 
-    fitting = find_fitting(recipe, ranks, fits, hardware.is_cpu)
+    fitting = find_fitting(recipe, ranks, fits, hardware.is_cpu, context)
     layouts = [layout for p in PLACEMENTS for launch in LAUNCHES if (layout := Layout(p, launch)).exists(ranks)]
     peaks = {layout: peak(memory(recipe, layout)) for layout in layouts}
     if fitting is not None and fitting.layout.placement == recipe.target.placement:

@@ -27,6 +27,7 @@ from drafttrain.modeling.vocab_map import VocabMap
 from drafttrain.recipe.load import load_recipe
 from drafttrain.training.launch import Launch
 from drafttrain.training.plan.activations import kept_bytes
+from drafttrain.training.plan.fitting import find_fitting
 from drafttrain.training.plan.flops import step_flops
 from drafttrain.training.plan.hardware import parse_gpus, this_machine
 from drafttrain.training.plan.layout import ALONE, Layout
@@ -306,6 +307,31 @@ def test_adapters_are_planned_as_adapters(tmp_path: Path) -> None:
     whole, lora = plan(), plan(*words)
     assert lora.trained_parameters < 0.05 * whole.trained_parameters and lora.memory_bytes < whole.memory_bytes
     assert any("is not here" in note for note in lora.notes) and not whole.notes
+
+
+def test_samples_end_where_the_target_s_context_does() -> None:
+    """As in a run (`tests/unit/recipe/test_build.py`): counted so, and said in the same words."""
+    long = ["training.row_length=8192", "data.answers.source=given"]
+    text = target_config(load_recipe("recipes/eagle3_qwen3_8b.yaml"), CONFIGS / "qwen3-8b")
+    text.max_position_embeddings = 1024
+
+    def plan(length: int) -> Any:
+        recipe = load_recipe("recipes/eagle3_qwen3_8b.yaml", [*long, f"data.max_length={length}"])
+        return make_plan(recipe, text, parse_gpus("8xH100-80G"), samples=1000)
+
+    longer, cut = plan(8192), plan(1024)
+    assert longer.work.tokens_per_sample == 1024 and longer.work == cut.work and longer.peaks == cut.peaks
+    assert (longer.hours, longer.store_bytes) == (cut.hours, cut.store_bytes)
+    assert longer.notes == ["samples are cut at 1024 tokens, the target's context, not at 8192"] and not cut.notes
+    # Rows of that length are what may make it fit, in words that the recipe takes.
+    shorter = "training.row_length=1024"
+    for length, words in ((8192, f"data.max_length=1024 {shorter}"), (1024, shorter)):
+        overrides = [*long, f"data.max_length={length}"]
+        recipe = load_recipe("recipes/eagle3_qwen3_8b.yaml", overrides)
+        fitting = find_fitting(recipe, 8, lambda changed, _: changed.training.row_length <= 1024, False, 1024)
+        assert fitting is not None and fitting.changes == (words,)
+        changed = load_recipe("recipes/eagle3_qwen3_8b.yaml", [*overrides, *words.split()])
+        assert (changed.data.max_length, changed.training.row_length) == (1024, 1024)
 
 
 def test_what_does_not_fit_says_what_would(llama70b: Callable[..., Any]) -> None:
