@@ -32,7 +32,8 @@ def attend(
 
     Args:
         q: [B, Hq, T, D].
-        k, v: [B, Hkv, S, D], Hq a multiple of Hkv.
+        k: [B, Hkv, S, D], Hq a multiple of Hkv.
+        v: [B, Hkv, S, Dv].
         mask: bool [B or 1, 1, T, S], True where a query may look; or a packed one (`ops.tree_attention`); or that
             of packed rows (`modeling.documents`), S == T; None = causal when T == S, everything when T == 1.
         scale: factor on the scores.
@@ -40,10 +41,10 @@ def attend(
         sinks: [Hq], a score that each head weighs beside the others and that adds nothing (GPT-OSS), or None.
 
     Returns:
-        [B, Hq, T, D].
+        [B, Hq, T, Dv].
     """
     if mask is not None and is_packed(mask) and sinks is None:
-        return _attend_packed(q, k, v, mask, scale, softcap)
+        return tree_attention(q, k, v, mask, scale, softcap=softcap)
     if mask is not None and is_document_mask(mask):
         return _attend_documents(q, k, v, Documents.of(mask), scale, softcap, sinks)
     if softcap is not None or sinks is not None:
@@ -63,14 +64,6 @@ def attend(
         mask = mask.repeat(1, 1, group, 1)
     out = F.scaled_dot_product_attention(folded, k, v, attn_mask=mask, scale=scale)
     return out.reshape(batch, q_heads, n_new, v.shape[-1])
-
-
-def _attend_packed(q: Tensor, k: Tensor, v: Tensor, packed: Tensor, scale: float, softcap: float | None) -> Tensor:
-    narrower = q.shape[-1] - v.shape[-1]
-    if narrower <= 0:
-        return tree_attention(q, k, v, packed, scale, softcap=softcap)
-    # Values narrower than keys (latent attention): the kernel has one width.
-    return tree_attention(q, k, F.pad(v, (0, narrower)), packed, scale, softcap=softcap)[..., : v.shape[-1]]
 
 
 def _attend_documents(

@@ -32,23 +32,23 @@ class Case(NamedTuple):
 
 
 def tree_attention() -> Iterator[Case]:
-    """Head widths 64 and 128, trees of 8, 16 and 64 nodes and their root, groups of 4 and 8."""
+    """Head widths 64 and 128, trees of 8, 16 and 64 nodes and their root; latent attention, whose keys are wider."""
     from drafttrain.ops.tree_attention.triton import config
 
     strides = [f"{x}_{part}" for x in "qkvo" for part in ("row", "head", "token")]
-    for width in (64, 128):
+    for width, of_value, group in ((64, 64, 4), (128, 128, 4), (192, 128, 1)):
         for nodes in (0, 8, 16, 64):
             for splits, fields, softcap in ((1, 4, True), (8, 3, False)):
-                sizes = config(4 * (nodes + 1), width)
+                sizes = config(group * (nodes + 1), width, of_value)
                 options = {key: sizes.pop(key) for key in ("num_warps", "num_stages")}
                 types = {"Q": "*bf16", "K": "*bf16", "V": "*bf16", "PACKED": "*i64", "OUT": "*bf16"}
                 types |= {"PART": "*fp32", "LSE": "*fp32", "scale": "fp32", "softcap": "fp32", "T": "i32", "S": "i32"}
                 types |= dict.fromkeys(strides, "i32")
-                constants = {"HKV": 8, "G": 4, "D": width, "FIELDS": fields, "SPLITS": splits, "WORD": 32}
-                constants |= {"SOFTCAP": softcap, "UPCAST": False, "PRECISION": "tf32", **sizes}
+                constants = {"HKV": 8, "G": group, "D": width, "DV": of_value, "FIELDS": fields, "SPLITS": splits}
+                constants |= {"WORD": 32, "SOFTCAP": softcap, "UPCAST": False, "PRECISION": "tf32", **sizes}
                 yield Case(f"D{width} nodes{nodes} splits{splits}", "_attend", types, constants, options)
     # An fp32 target of a tiny model, as tests on a GPU have it.
-    sizes = config(3 * 9, 8)
+    sizes = config(3 * 9, 8, 8)
     options = {key: sizes.pop(key) for key in ("num_warps", "num_stages")}
     types = {
         "Q": "*fp32",
@@ -60,10 +60,11 @@ def tree_attention() -> Iterator[Case]:
         "LSE": "*fp32",
     }
     types |= {"scale": "fp32", "softcap": "fp32", "T": "i32", "S": "i32"} | dict.fromkeys(strides, "i32")
-    constants = {"HKV": 2, "G": 3, "D": 8, "FIELDS": 4, "SPLITS": 2, "WORD": 32, "SOFTCAP": True, "UPCAST": True}
+    constants = {"HKV": 2, "G": 3, "D": 8, "DV": 8, "FIELDS": 4, "SPLITS": 2, "WORD": 32}
+    constants |= {"SOFTCAP": True, "UPCAST": True}
     yield Case("fp32 D8", "_attend", types, constants | {"PRECISION": "ieee", **sizes}, options)
     types = {"PART": "*fp32", "LSE": "*fp32", "OUT": "*bf16", "T": "i32", "o_row": "i32", "o_head": "i32"}
-    constants = {"HQ": 32, "D": 128, "SPLITS": 32, "BLOCK_D": 128}
+    constants = {"HQ": 32, "DV": 128, "SPLITS": 32, "BLOCK_V": 128}
     yield Case("merge", "_merge", types | {"o_token": "i32"}, constants, {})
 
 

@@ -40,8 +40,8 @@ def tree_attention() -> None:
     """Caches that are full to the last slot, and widths that fill no block."""
     from drafttrain.ops.tree_attention import pack, tree_attention
 
-    for width, nodes, splits in ((24, 9, 1), (16, 1, 4), (8, 64, 2)):
-        k, v = (guarded(torch.randn(1, 2, 70, width)) for _ in range(2))
+    for width, of_value, nodes, splits in ((24, 24, 9, 1), (16, 16, 1, 4), (8, 8, 64, 2), (8, 20, 3, 1), (20, 8, 3, 2)):
+        k, v = (guarded(torch.randn(1, 2, 70, size)) for size in (width, of_value))
         q = guarded(torch.randn(1, 4, nodes, width))
         sees = torch.ones(1, nodes, nodes, dtype=torch.bool).tril()
         for window in (None, 30):

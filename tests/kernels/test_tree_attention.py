@@ -14,7 +14,7 @@ from drafttrain.ops.tree_attention import pack, tree_attention, unpack
 
 
 class Case(NamedTuple):
-    """B, Hq, Hkv, queries, head width, nodes read before, window, softcap, splits."""
+    """B, Hq, Hkv, queries, width of a key, nodes read before, window, softcap, splits, width of a value if another."""
 
     rows: int
     heads: int
@@ -25,6 +25,7 @@ class Case(NamedTuple):
     window: int | None = None
     softcap: float | None = None
     splits: int = 1
+    value_width: int | None = None
 
 
 CASES = {
@@ -36,6 +37,9 @@ CASES = {
     "window shorter than the tree": Case(1, 2, 1, 4, 8, before=36, window=5, splits=2),
     "window shorter than the text": Case(2, 2, 1, 5, 16, window=33, splits=2),
     "softcap": Case(1, 4, 2, 3, 16, softcap=20.0),
+    "values narrower than keys": Case(2, 4, 2, 5, 24, value_width=16),
+    "values wider than keys": Case(2, 4, 2, 5, 16, window=33, value_width=40),
+    "values wider than keys, split": Case(2, 4, 1, 3, 12, splits=2, value_width=20),
 }
 # Every case in fp32; those that differ in what they multiply in all dtypes.
 RUNS = [(name, torch.float32) for name in CASES]
@@ -67,7 +71,8 @@ def make(case: Case, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, 
         return torch.randn(*shape, generator=generator).to(device, dtype)
 
     q = draw(case.rows, case.heads, case.queries, case.width)
-    k, v = (draw(case.rows, case.kv_heads, slots, case.width) for _ in range(2))
+    k = draw(case.rows, case.kv_heads, slots, case.width)
+    v = draw(case.rows, case.kv_heads, slots, case.value_width or case.width)
     sees = random_ancestry(case.queries, case.before, case.rows, generator)
     return q, k, v, pack(sees, prefix, case.window).to(device)
 
@@ -79,7 +84,7 @@ def test_kernel_equals_reference(name: str, dtype: torch.dtype, device: torch.de
     scale = case.width**-0.5
     got = tree_attention(q, k, v, packed, scale, softcap=case.softcap, impl="triton", splits=case.splits)
     want = tree_attention(q.double(), k.double(), v.double(), packed, scale, softcap=case.softcap, impl="reference")
-    assert got.dtype == dtype and got.shape == q.shape
+    assert got.dtype == dtype and got.shape == (*q.shape[:3], v.shape[3])
     torch.testing.assert_close(got.double(), want, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
 
 
@@ -114,15 +119,18 @@ def test_a_packed_mask_is_the_cache_s_own(lengths: list[int], window: int | None
 
 def test_attention_takes_packed_masks() -> None:
     """`attend` with a packed mask equals `attend` with the same unpacked."""
-    q, k, v, packed = make(CASES["tree of 8"], torch.float32, torch.device("cpu"))
-    want = attend(q, k, v, unpack(packed, k.shape[2]), 0.3)
-    torch.testing.assert_close(attend(q, k, v, packed, 0.3), want)
+    for name in ("tree of 8", "values narrower than keys", "values wider than keys"):
+        q, k, v, packed = make(CASES[name], torch.float32, torch.device("cpu"))
+        want = attend(q, k, v, unpack(packed, k.shape[2]), 0.3)
+        torch.testing.assert_close(attend(q, k, v, packed, 0.3), want)
 
 
 def test_shapes_that_do_not_fit_are_refused() -> None:
     q, k, v, packed = make(CASES["tree of 8"], torch.float32, torch.device("cpu"))
     with pytest.raises(ValueError, match="do not divide"):
         tree_attention(q, k.repeat(1, 2, 1, 1), v.repeat(1, 2, 1, 1), packed, 1.0)
+    with pytest.raises(ValueError, match="do not fit"):
+        tree_attention(q, k[..., :8], v, packed, 1.0)
     with pytest.raises(ValueError, match="packed mask"):
         tree_attention(q, k, v, unpack(packed, k.shape[2]), 1.0)
     with pytest.raises(ValueError, match="at most 64"):

@@ -26,8 +26,9 @@ def tree_attention(
 
     Args:
         q: [B, Hq, T, D].
-        k, v: [B, Hkv, S, D], any strides but a contiguous last axis; Hkv divides Hq. Slots behind the tail are never
+        k: [B, Hkv, S, D], any strides but a contiguous last axis; Hkv divides Hq. Slots behind the tail are never
             seen and may hold anything finite.
+        v: [B, Hkv, S, Dv], likewise; narrower than keys in latent attention.
         packed: int64 [B, 1, T, 3 or 4], from `pack`. Every query sees something.
         scale: factor on the scores.
         softcap: c in c * tanh(scores / c), or None.
@@ -36,7 +37,7 @@ def tree_attention(
             the device. The reference ignores it.
 
     Returns:
-        [B, Hq, T, D] in q's dtype. Nothing here synchronises with the device.
+        [B, Hq, T, Dv] in q's dtype. Nothing here synchronises with the device.
 
     Raises:
         EngineError: no such `impl`, or one that cannot run here.
@@ -44,6 +45,8 @@ def tree_attention(
     """
     if q.shape[1] % k.shape[1]:
         raise ValueError(f"{k.shape[1]} key heads do not divide {q.shape[1]} query heads")
+    if q.shape[-1] != k.shape[-1] or k.shape[:3] != v.shape[:3]:
+        raise ValueError(f"queries {tuple(q.shape)}, keys {tuple(k.shape)} and values {tuple(v.shape)} do not fit")
     if not is_packed(packed) or packed.shape[:3] != (q.shape[0], 1, q.shape[2]) or packed.shape[3] not in (3, 4):
         raise ValueError(f"queries {tuple(q.shape)} need a packed mask, got {packed.dtype} {tuple(packed.shape)}")
     if use_triton("tree_attention", impl, q.device, q.dtype):

@@ -1,6 +1,7 @@
 """The definition, with explicit scores.
 
-Legend: B rows, Hq query heads, Hkv key heads (G = Hq / Hkv), T queries, S slots of the cache, D head width.
+Legend: B rows, Hq query heads, Hkv key heads (G = Hq / Hkv), T queries, S slots of the cache, D width of a key, Dv of a
+value.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from drafttrain.ops.tree_attention.packed import unpack
 
 
 def reference(q: Tensor, k: Tensor, v: Tensor, packed: Tensor, scale: float, softcap: float | None) -> Tensor:
-    """q [B, Hq, T, D], k and v [B, Hkv, S, D], packed mask -> [B, Hq, T, D]; scores and softmax in fp32 at least."""
+    """q [B, Hq, T, D], k [B, Hkv, S, D], v [B, Hkv, S, Dv], packed mask -> [B, Hq, T, Dv]; scores in fp32 at least."""
     group = q.shape[1] // k.shape[1]
     wide = torch.promote_types(q.dtype, torch.float32)
     keys, values = (x.to(wide).repeat_interleave(group, 1) for x in (k, v))

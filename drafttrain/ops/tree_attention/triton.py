@@ -36,7 +36,7 @@ def _tanh(x):
 
 @triton.jit
 def _step(q, k, v, seen, best, total, acc, scale, softcap, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr):
-    """One block of keys: q [M, D], k [D, N], v [N, D], seen [M, N] -> the running maximum, sum and output."""
+    """One block of keys: q [M, D], k [D, N], v [N, Dv], seen [M, N] -> the running maximum, sum and output."""
     scores = tl.dot(q, k, input_precision=PRECISION) * scale
     if SOFTCAP:
         scores = softcap * _tanh(scores / softcap)
@@ -56,8 +56,8 @@ def _attend(
     Q, K, V, PACKED, OUT, PART, LSE,
     scale, softcap, T, S,
     q_row, q_head, q_token, k_row, k_head, k_token, v_row, v_head, v_token, o_row, o_head, o_token,
-    HKV: tl.constexpr, G: tl.constexpr, D: tl.constexpr, FIELDS: tl.constexpr, SPLITS: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, WORD: tl.constexpr,
+    HKV: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, FIELDS: tl.constexpr, SPLITS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, WORD: tl.constexpr,
     SOFTCAP: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     row = (tl.program_id(0) // HKV).to(tl.int64)
@@ -69,6 +69,8 @@ def _attend(
     q_heads = head * G + m // T
     d = tl.arange(0, BLOCK_D)
     inside = d < D
+    e = tl.arange(0, BLOCK_V)
+    of_value = e < DV
 
     fields = PACKED + row * T * FIELDS
     bits = tl.load(fields + token * FIELDS, mask=live, other=0)
@@ -94,7 +96,7 @@ def _attend(
         q = q.to(tl.float32)
     best = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
-    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
 
     per = tl.cdiv(tl.cdiv(prefix - begin, SPLITS), BLOCK_N) * BLOCK_N
     first = begin + split * per
@@ -105,7 +107,7 @@ def _attend(
         n = start + tl.arange(0, BLOCK_N)
         there = n < last
         k = tl.load(keys + n[None, :] * k_token + d[:, None], mask=there[None, :] & inside[:, None], other=0.0)
-        v = tl.load(values + n[:, None] * v_token + d[None, :], mask=there[:, None] & inside[None, :], other=0.0)
+        v = tl.load(values + n[:, None] * v_token + e[None, :], mask=there[:, None] & of_value[None, :], other=0.0)
         if UPCAST:
             k = k.to(tl.float32)
             v = v.to(tl.float32)
@@ -120,7 +122,7 @@ def _attend(
             n = prefix + word * WORD + slot
             there = (word * WORD + slot < tail) & (n < S)
             k = tl.load(keys + n[None, :] * k_token + d[:, None], mask=there[None, :] & inside[:, None], other=0.0)
-            v = tl.load(values + n[:, None] * v_token + d[None, :], mask=there[:, None] & inside[None, :], other=0.0)
+            v = tl.load(values + n[:, None] * v_token + e[None, :], mask=there[:, None] & of_value[None, :], other=0.0)
             if UPCAST:
                 k = k.to(tl.float32)
                 v = v.to(tl.float32)
@@ -134,41 +136,42 @@ def _attend(
 
     out = acc / tl.where(total == 0.0, 1.0, total)[:, None]
     if SPLITS == 1:
-        place = OUT + row * o_row + q_heads[:, None] * o_head + token[:, None] * o_token + d[None, :]
-        tl.store(place, out.to(OUT.dtype.element_ty), mask=live[:, None] & inside[None, :])
+        place = OUT + row * o_row + q_heads[:, None] * o_head + token[:, None] * o_token + e[None, :]
+        tl.store(place, out.to(OUT.dtype.element_ty), mask=live[:, None] & of_value[None, :])
     else:
         index = ((row * HKV * G + q_heads) * T + token) * SPLITS + split
-        tl.store(PART + index[:, None] * D + d[None, :], out, mask=live[:, None] & inside[None, :])
+        tl.store(PART + index[:, None] * DV + e[None, :], out, mask=live[:, None] & of_value[None, :])
         tl.store(LSE + index, best + tl.log(tl.where(total == 0.0, 1.0, total)), mask=live)
 
 
 @triton.jit
 def _merge(
     PART, LSE, OUT, T, o_row, o_head, o_token,
-    HQ: tl.constexpr, D: tl.constexpr, SPLITS: tl.constexpr, BLOCK_D: tl.constexpr,
+    HQ: tl.constexpr, DV: tl.constexpr, SPLITS: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     index = tl.program_id(0).to(tl.int64)
     row, head, token = index // (HQ * T), index // T % HQ, index % T
     split = tl.arange(0, SPLITS)
-    d = tl.arange(0, BLOCK_D)
+    e = tl.arange(0, BLOCK_V)
     lse = tl.load(LSE + index * SPLITS + split)
     weights = tl.exp(lse - tl.max(lse, 0))
     weights = weights / tl.sum(weights, 0)
-    place = PART + (index * SPLITS + split)[:, None] * D + d[None, :]
-    parts = tl.load(place, mask=(d < D)[None, :], other=0.0)
+    place = PART + (index * SPLITS + split)[:, None] * DV + e[None, :]
+    parts = tl.load(place, mask=(e < DV)[None, :], other=0.0)
     out = tl.sum(parts * weights[:, None], 0)
-    tl.store(OUT + row * o_row + head * o_head + token * o_token + d, out.to(OUT.dtype.element_ty), mask=d < D)
+    tl.store(OUT + row * o_row + head * o_head + token * o_token + e, out.to(OUT.dtype.element_ty), mask=e < DV)
 
 
-def config(group_queries: int, head_dim: int) -> dict[str, int]:
+def config(group_queries: int, key_width: int, value_width: int) -> dict[str, int]:
     """Blocks, warps and stages for G * T queries of a key head; none of them spills on sm_80, sm_90 or sm_100."""
     block_m = min(64, max(16, next_power_of_2(group_queries)))
     return {
         "BLOCK_M": block_m,
         "BLOCK_N": 64 if block_m < 64 else 32,
-        "BLOCK_D": max(16, next_power_of_2(head_dim)),
+        "BLOCK_D": max(16, next_power_of_2(key_width)),
+        "BLOCK_V": max(16, next_power_of_2(value_width)),
         # A wide head's tile of 64 queries is shared by twice the threads: on sm_100 four warps spill.
-        "num_warps": 8 if block_m == 64 and head_dim > 64 else 4,
+        "num_warps": 8 if block_m == 64 and max(key_width, value_width) > 64 else 4,
         "num_stages": 2,
     }
 
@@ -190,25 +193,25 @@ def attend(
 ) -> Tensor:
     """As `dispatch.tree_attention`, whose checks it relies on."""
     rows, q_heads, tokens, width = q.shape
-    kv_heads, visible = k.shape[1], k.shape[2]
+    kv_heads, visible, value_width = v.shape[1:]
     group = q_heads // kv_heads
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     packed = packed.contiguous()
-    sizes = config(group * tokens, width)
+    sizes = config(group * tokens, width, value_width)
     blocks = triton.cdiv(group * tokens, sizes["BLOCK_M"])
     if splits is None:
         splits = choose_splits(rows * kv_heads * blocks, visible, q.device)
     # Token-major, as the next projection reads it.
-    out = torch.empty(rows, tokens, q_heads, width, dtype=q.dtype, device=q.device).transpose(1, 2)
+    out = torch.empty(rows, tokens, q_heads, value_width, dtype=q.dtype, device=q.device).transpose(1, 2)
     part, lse = out, out
     if splits > 1:
-        part = torch.empty(rows * q_heads * tokens * splits, width, dtype=torch.float32, device=q.device)
+        part = torch.empty(rows * q_heads * tokens * splits, value_width, dtype=torch.float32, device=q.device)
         lse = torch.empty(rows * q_heads * tokens * splits, dtype=torch.float32, device=q.device)
     _attend[(rows * kv_heads, blocks, splits)](
         q, k, v, packed, out, part, lse,
         scale, 0.0 if softcap is None else softcap, tokens, visible,
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3],
-        HKV=kv_heads, G=group, D=width, FIELDS=packed.shape[-1], SPLITS=splits, WORD=_WORD,
+        HKV=kv_heads, G=group, D=width, DV=value_width, FIELDS=packed.shape[-1], SPLITS=splits, WORD=_WORD,
         SOFTCAP=softcap is not None,
         # The interpreter computes wrongly in bf16.
         UPCAST=interpreted() or q.dtype == torch.float32,
@@ -218,6 +221,6 @@ def attend(
     if splits > 1:
         _merge[(rows * q_heads * tokens,)](
             part, lse, out, tokens, *out.stride()[:3],
-            HQ=q_heads, D=width, SPLITS=splits, BLOCK_D=sizes["BLOCK_D"],
+            HQ=q_heads, DV=value_width, SPLITS=splits, BLOCK_V=sizes["BLOCK_V"],
         )  # fmt: skip
     return out
