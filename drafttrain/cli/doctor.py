@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from drafttrain.cli.common import Subparsers, add_prompts, first_turns, positive
 
@@ -43,7 +44,11 @@ def register(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
     )
     parser.add_argument("draft", metavar="DRAFT", type=Path, help="a folder as a serving engine loads it")
     parser.add_argument("--target", required=True, metavar="MODEL", help="the model that it is to draft for")
-    parser.add_argument("--engine", choices=["vllm", "sglang"], default="vllm", help="that is to serve it (vllm)")
+    parser.add_argument(
+        "--engine",
+        choices=["vllm", "sglang", "trtllm"],
+        help="that is to serve it; default: the one that the folder was written for, else vllm",
+    )
     parser.add_argument("--static", action="store_true", help="the files alone: no trial, no weights of the target")
     add_prompts(parser)
     parser.add_argument("--max-new-tokens", type=positive, default=64, metavar="N", help="of an answer (64)")
@@ -74,8 +79,9 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.fix is not None and arguments.fix.exists():
         raise UserError("already exists", where=arguments.fix, remedy="give --fix another folder, or remove this one")
     config = TargetConfig(model=arguments.target, dtype=arguments.dtype or "bfloat16")
-    draft, engine = _open(arguments, config)
-    case = Case(draft, read_target(config), engine, read_sidecar(arguments.draft))
+    about = read_sidecar(arguments.draft)
+    draft, engine = _open(arguments, config, about)
+    case = Case(draft, read_target(config), engine, about)
     report = Report(arguments.draft, arguments.target, engine, draft.family, lint(case, ignored))
     if not arguments.static and can_try(case, report.findings):
         _try(arguments, console, case, report, config, ignored)
@@ -88,14 +94,16 @@ def run(arguments: argparse.Namespace) -> int:
     return report.status
 
 
-def _open(arguments: argparse.Namespace, config: TargetConfig) -> tuple[RawDraft, str]:
+def _open(arguments: argparse.Namespace, config: TargetConfig, about: Mapping[str, Any] | None) -> tuple[RawDraft, str]:
     """The draft, and the engine that is to serve it: llama.cpp for a GGUF file, whatever was asked for."""
     from drafttrain.errors import UserError
+    from drafttrain.export.doctor.case import engine_for
     from drafttrain.export.doctor.draft import open_draft
     from drafttrain.export.doctor.gguf import ENGINE, holds_gguf, open_gguf
 
     if not holds_gguf(arguments.draft):
-        return open_draft(arguments.draft), arguments.engine
+        draft = open_draft(arguments.draft)
+        return draft, arguments.engine or engine_for(draft, about)
     if arguments.fix is not None:
         raise UserError(
             "a GGUF file is not mended",

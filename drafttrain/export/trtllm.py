@@ -16,8 +16,30 @@ from drafttrain.export.llama import check_eagle3, eagle3_options, eagle3_tensors
 from drafttrain.export.tap_ids import is_default, ordered_taps, trtllm_id
 from drafttrain.modeling.taps import Tap
 
-OPTIONS = "llm_api_options.yaml"
-"""File with the `speculative_config` of the server."""
+OPTIONS, SPECULATIVE = "llm_api_options.yaml", "speculative_config"
+"""The file with options of the server, and their part that speaks of the draft."""
+DECODING = {"eagle3": "Eagle3", "draft_lm": "Draft_Target"}
+"""Family -> its `decoding_type`."""
+CAPTURED = "eagle3_layers_to_capture"
+"""Its key for the layers, counted as outputs, whose states an EAGLE-3 draft reads."""
+
+
+def read_options(folder: Path) -> dict[str, Any] | None:
+    """The options beside a checkpoint, with a `speculative_config` among them; None where there is no such file.
+
+    Raises:
+        ValueError: a file that cannot be read, or is of something else.
+    """
+    path = folder / OPTIONS
+    if not path.is_file():
+        return None
+    try:
+        options = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ValueError(f"{OPTIONS} cannot be read: {' '.join(str(error).split())}") from None
+    if not isinstance(options, dict) or not isinstance(options.get(SPECULATIVE), dict):
+        raise ValueError(f"{OPTIONS} holds no {SPECULATIVE}")
+    return options
 
 
 def trtllm_layout(ir: DraftIR) -> Layout:
@@ -77,7 +99,7 @@ def _tap_note(ir: DraftIR) -> str:
     names = ", ".join(str(tap) for tap in ordered_taps(ir))
     if is_default(ir):
         return f"taps {names} are the default of the engine: no layer ids are written"
-    return f"taps {names} -> eagle3_layers_to_capture {_ids(ir)} (outputs of layers) in {OPTIONS}"
+    return f"taps {names} -> {CAPTURED} {_ids(ir)} (outputs of layers) in {OPTIONS}"
 
 
 def _ids(ir: DraftIR) -> list[int]:
@@ -87,13 +109,13 @@ def _ids(ir: DraftIR) -> list[int]:
 def complete(ir: DraftIR, layout: Layout, folder: Path, target: str, k: int) -> Layout:
     """Add the server's config."""
     speculative: dict[str, Any] = {
-        "decoding_type": "Eagle3" if ir.family == "eagle3" else "Draft_Target",
+        "decoding_type": DECODING[ir.family],
         "max_draft_len": k,
         "speculative_model": str(folder),
     }
     if ir.family == "eagle3" and not is_default(ir):
-        speculative["eagle3_layers_to_capture"] = _ids(ir)
-    text = yaml.safe_dump({"speculative_config": speculative}, sort_keys=False)
+        speculative[CAPTURED] = _ids(ir)
+    text = yaml.safe_dump({SPECULATIVE: speculative}, sort_keys=False)
     return replace(layout, files={**layout.files, OPTIONS: text})
 
 

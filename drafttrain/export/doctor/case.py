@@ -13,9 +13,11 @@ from torch import Tensor
 from drafttrain.export.doctor.draft import RawDraft
 from drafttrain.export.doctor.target import TargetFacts
 from drafttrain.export.tap_ids import KEY
+from drafttrain.export.trtllm import CAPTURED, SPECULATIVE
 from drafttrain.modeling.blocks import rope_parameters_of
 
-ENGINES = ("vllm", "sglang")
+ENGINES = {"vllm": "vLLM", "sglang": "SGLang", "trtllm": "TensorRT-LLM"}
+"""Those that the doctor judges for, by the names that users give -> their own."""
 EAGLE = ("eagle1", "eagle3")
 
 
@@ -48,6 +50,11 @@ class Case:
         assert self.target is not None
         return self.target
 
+    @property
+    def engine_name(self) -> str:
+        """As its makers write it."""
+        return ENGINES.get(self.engine, self.engine)
+
     @cached_property
     def hidden(self) -> int | None:
         """Width of the draft: that of its config, else of its tensors."""
@@ -69,6 +76,17 @@ class Case:
         """Layer ids inside `eagle_config`."""
         nested = self.draft.flat.get("eagle_config")
         return _ids(nested.get(KEY)) if isinstance(nested, dict) else None
+
+    @property
+    def speculative(self) -> Mapping[str, Any]:
+        """What the options beside a draft for TensorRT-LLM say of it; empty without such options."""
+        found: Mapping[str, Any] = (self.draft.options or {}).get(SPECULATIVE, {})
+        return found
+
+    @cached_property
+    def captured(self) -> list[int] | None:
+        """Layer ids in those options."""
+        return _ids(self.speculative.get(CAPTURED))
 
     @cached_property
     def taps_in_fc(self) -> float | None:
@@ -120,8 +138,17 @@ class Case:
         return sorted(found, key=lambda prefix: (prefix != "midlayer", prefix))
 
 
+def engine_for(draft: RawDraft, about: Mapping[str, Any] | None) -> str:
+    """The engine that a folder was made for, as far as it says so; else vLLM."""
+    if draft.options is not None:
+        return "trtllm"
+    named = str((about or {}).get("engine"))
+    return named if named in ENGINES else "vllm"
+
+
 def _ids(value: Any) -> list[int] | None:
-    return list(value) if value else None
+    is_list = isinstance(value, list) and all(type(item) is int for item in value)
+    return list(value) if value and is_list else None
 
 
 def listed(values: Iterable[Any], limit: int = 6) -> str:

@@ -15,6 +15,7 @@ from drafttrain.errors import UserError
 from drafttrain.export.doctor.finding import Mend
 from drafttrain.export.doctor.layouts import canonical_names, family_of, flat_config, typed
 from drafttrain.export.doctor.weights import TensorInfo, WeightFiles, read_headers, read_tensor
+from drafttrain.export.trtllm import SPECULATIVE, read_options
 from drafttrain.files import read_json
 
 CONFIG = "config.json"
@@ -31,7 +32,8 @@ class RawDraft:
         weights: headers of the weight files.
         changed: stored name -> tensor that replaces or joins those in the files.
         dropped: stored names that are taken out.
-        problems: why config.json could not be read.
+        problems: why config.json, or the options, could not be read.
+        options: of TensorRT-LLM's server, beside a draft for it; None where there are none.
     """
 
     folder: Path
@@ -40,6 +42,7 @@ class RawDraft:
     changed: Mapping[str, Tensor] = field(default_factory=dict)
     dropped: frozenset[str] = frozenset()
     problems: tuple[str, ...] = ()
+    options: Mapping[str, Any] | None = None
 
     @cached_property
     def stored(self) -> dict[str, TensorInfo]:
@@ -110,7 +113,10 @@ class RawDraft:
             parent[last] = copy.deepcopy(value)
         dropped = (self.dropped | set(mend.drop_tensors)) - set(mend.tensors)
         changed = {name: tensor for name, tensor in self.changed.items() if name not in mend.drop_tensors}
-        return replace(self, config=config, changed={**changed, **mend.tensors}, dropped=dropped)
+        options = self.options
+        if mend.options:
+            options = {**(options or {}), SPECULATIVE: {**(options or {}).get(SPECULATIVE, {}), **mend.options}}
+        return replace(self, config=config, changed={**changed, **mend.tensors}, dropped=dropped, options=options)
 
 
 def _walk(config: dict[str, Any], key: str) -> tuple[dict[str, Any], str]:
@@ -156,4 +162,9 @@ def open_draft(folder: str | Path) -> RawDraft:
                 problems.append(f"{CONFIG} holds no object")
         except UserError as raised:
             problems.append(f"{CONFIG}: {raised.what}")
-    return RawDraft(path, config, read_headers(path), problems=tuple(problems))
+    options = None
+    try:
+        options = read_options(path)
+    except ValueError as raised:
+        problems.append(str(raised))
+    return RawDraft(path, config, read_headers(path), problems=tuple(problems), options=options)

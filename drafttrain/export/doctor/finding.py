@@ -30,12 +30,14 @@ class Mend:
         drop_keys: to be taken out.
         tensors: stored name -> the new tensor.
         drop_tensors: to be taken out.
+        options: of the `speculative_config` beside a draft for TensorRT-LLM -> the new value.
     """
 
     keys: Mapping[str, Any] = field(default_factory=dict)
     drop_keys: tuple[str, ...] = ()
     tensors: Mapping[str, Tensor] = field(default_factory=dict)
     drop_tensors: tuple[str, ...] = ()
+    options: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

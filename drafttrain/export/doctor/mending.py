@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
+import yaml
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
@@ -18,6 +20,7 @@ from drafttrain.export.doctor.finding import Finding
 from drafttrain.export.doctor.registry import lint
 from drafttrain.export.doctor.weights import INDEX, read_tensor
 from drafttrain.export.sidecar import read_sidecar
+from drafttrain.export.trtllm import OPTIONS, SPECULATIVE
 from drafttrain.files import atomic_folder, require_free_space, write_json
 
 WEIGHTS = "model.safetensors"
@@ -74,15 +77,23 @@ def write_copy(draft: RawDraft, out: str | Path) -> None:
             _copy_others(draft, partial)
             _write_weights(draft, partial)
             write_json(partial / CONFIG, draft.config)
+            if draft.options is not None:
+                _write_options(draft.options, partial, out)
     except (OSError, SafetensorError) as raised:
         raise UserError(f"cannot be written: {raised}", where=out, remedy="free some space") from None
 
 
 def _copy_others(draft: RawDraft, partial: Path) -> None:
-    ours = {file.name for file in draft.weights.files} | {CONFIG, INDEX}
+    ours = {file.name for file in draft.weights.files} | {CONFIG, INDEX, OPTIONS}
     for path in sorted(draft.folder.iterdir()):
         if path.is_file() and path.name not in ours and path.suffix != ".safetensors":
             shutil.copy2(path, partial / path.name)
+
+
+def _write_options(options: Mapping[str, Any], partial: Path, out: Path) -> None:
+    """They say where the draft lies, which is the copy now."""
+    moved = {**options, SPECULATIVE: {**options[SPECULATIVE], "speculative_model": str(out)}}
+    (partial / OPTIONS).write_text(yaml.safe_dump(moved, sort_keys=False), encoding="utf-8")
 
 
 def _write_weights(draft: RawDraft, partial: Path) -> None:

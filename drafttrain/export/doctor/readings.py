@@ -9,10 +9,9 @@ import torch
 
 from drafttrain.export.doctor.case import EAGLE, Case
 from drafttrain.export.doctor.finding import Finding, Mend
+from drafttrain.export.doctor.layer_ids import default_inputs, ids_mend, inputs_read
 from drafttrain.export.doctor.rules.rotary import rope_mend
 from drafttrain.export.doctor.rules.vocabulary import as_offsets
-from drafttrain.export.doctor.served import inputs_read
-from drafttrain.export.tap_ids import KEY
 
 
 @dataclass(frozen=True)
@@ -46,18 +45,10 @@ def readings(case: Case, findings: Iterable[Finding]) -> Iterator[Reading]:
         yield from _later_heads(case)
 
 
-def ids_mend(case: Case, inputs: list[int]) -> Mend:
-    """Layer ids, given as inputs of layers, where the engine reads them."""
-    if case.engine == "sglang":
-        nested = f"eagle_config.{KEY}"
-        return Mend(keys={nested: [i - 1 for i in inputs], "eagle_config.use_aux_hidden_state": True})
-    return Mend(keys={KEY: inputs, "num_aux_hidden_states": len(inputs)})
-
-
 def _other_taps(case: Case) -> Iterator[Reading]:
     n, now = case.facts.n_layers, inputs_read(case)
     count = case.taps_in_fc
-    default = [2, n // 2, n - 3]
+    default = default_inputs(n)
     wanted = {
         "states one block later (the ids are SGLang's, outputs of layers)": [i + 1 for i in now],
         "states one block earlier (the ids are vLLM's, inputs of layers)": [i - 1 for i in now],
@@ -101,7 +92,7 @@ def _other_maps(case: Case) -> Iterator[Reading]:
 def _switches(case: Case) -> Iterator[Reading]:
     flat = case.draft.flat
     for key in ("norm_output", "norm_before_residual"):
-        if key == "norm_before_residual" and case.engine == "sglang":
+        if key == "norm_before_residual" and case.engine != "vllm":
             continue
         yield Reading(f"{key}: {str(not flat.get(key)).lower()}", Mend(keys={key: not flat.get(key)}))
 

@@ -8,7 +8,18 @@ from dataclasses import replace
 from drafttrain.errors import UserError
 from drafttrain.export.doctor.case import Case
 from drafttrain.export.doctor.finding import Finding, Severity
-from drafttrain.export.doctor.rules import config, folder, medusa, rotary, taps, target, tensors, values, vocabulary
+from drafttrain.export.doctor.rules import (
+    config,
+    folder,
+    medusa,
+    rotary,
+    taps,
+    target,
+    tensors,
+    trtllm,
+    values,
+    vocabulary,
+)
 from drafttrain.export.doctor.rules.rule import Rule
 
 RULES: tuple[Rule, ...] = (
@@ -20,6 +31,7 @@ RULES: tuple[Rule, ...] = (
     *rotary.RULES,
     *tensors.RULES,
     *medusa.RULES,
+    *trtllm.RULES,
     *values.RULES,
 )
 _ORDER = list(Severity)

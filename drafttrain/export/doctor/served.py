@@ -1,6 +1,7 @@
 """The draft that an engine makes of a folder, silent defaults and silent losses included.
 
-An importer asks what was meant and refuses what is unclear; this asks what will run. As of vLLM 0.32.
+An importer asks what was meant and refuses what is unclear; this asks what will run. As of vLLM 0.32,
+and where the others differ, SGLang 0.5.23 and TensorRT-LLM 1.4.
 """
 
 from __future__ import annotations
@@ -15,8 +16,10 @@ from drafttrain.drafters.arch import DraftArch
 from drafttrain.drafters.base import Drafter
 from drafttrain.errors import CheckpointError, UserError
 from drafttrain.export.doctor.case import Case
-from drafttrain.export.doctor.rules.config import architecture, model_type, quantised_draft
+from drafttrain.export.doctor.layer_ids import inputs_read
+from drafttrain.export.doctor.rules.config import architecture, model_type, no_family, quantised_draft
 from drafttrain.export.doctor.rules.rotary import styles
+from drafttrain.export.doctor.rules.taps import norm_before_fc
 from drafttrain.export.doctor.shapes import HARMLESS, expected_shapes, medusa_counts
 from drafttrain.export.ir import DraftIR, Norms
 from drafttrain.export.rebuild import check_ir, drafter_of
@@ -56,7 +59,7 @@ def as_served(case: Case, target: CausalLM, depth: int) -> Served:
     Raises:
         Unserved: why nothing sensible would run.
     """
-    for fatal in (architecture, model_type, quantised_draft):
+    for fatal in (no_family, architecture, model_type, quantised_draft):
         for finding in fatal(case):
             raise Unserved(finding.what)
     try:
@@ -87,13 +90,12 @@ def _eagle3(case: Case, target: CausalLM, depth: int) -> Served:
         rows = said
     said = draft.number("draft_vocab_size") or draft.number("vocab_size") or target.vocab_size
     _need(said == rows, f"the config has room for {said} rows of lm_head, {rows} are stored")
-    nested = flat.get("eagle_config")
-    before_fc = nested.get("norm_before_fc") if isinstance(nested, dict) else None
     norms = Norms(
-        before_fc=bool(flat.get("norm_before_fc") if before_fc is None else before_fc),
+        before_fc=norm_before_fc(case),
         per_tap=bool(flat.get("fc_norm")),
         output=bool(flat.get("norm_output")),
-        before_residual=bool(flat.get("norm_before_residual")),
+        # The others' residual is the raw state, whatever is written.
+        before_residual=case.engine == "vllm" and bool(flat.get("norm_before_residual")),
     )
     width = arch.target_hidden_size
     if norms.before_fc:
@@ -196,15 +198,6 @@ def _taps(case: Case, n_layers: int) -> tuple[Tap, ...]:
     ids = inputs_read(case)
     _need(all(0 <= i <= n_layers for i in ids) and len(set(ids)) == len(ids), f"layer ids {ids}")
     return tuple(Tap.pre_norm if i == n_layers else Tap.block(i) for i in sorted(ids))
-
-
-def inputs_read(case: Case) -> list[int]:
-    """Layers whose inputs the engine hands over, n_layers for the last one's output."""
-    n = case.facts.n_layers
-    default = [2, n // 2, n - 3]
-    if case.engine == "sglang":
-        return default if case.nested_ids is None else [i + 1 for i in case.nested_ids]
-    return case.top_ids or case.nested_ids or default
 
 
 def _known(case: Case, optional: tuple[str, ...] = ()) -> dict[str, Tensor]:

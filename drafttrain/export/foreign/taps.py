@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import yaml
-
 from drafttrain.export.foreign.parts import Reading
 from drafttrain.export.tap_ids import KEY
-from drafttrain.export.trtllm import OPTIONS
+from drafttrain.export.trtllm import CAPTURED, OPTIONS, SPECULATIVE, read_options
 from drafttrain.modeling.taps import FeatureSpec, Tap
 
 _REMEDY = "say which states are meant with --taps, such as --taps 2,16,29 (inputs of blocks)"
@@ -56,7 +54,7 @@ def read_taps(reading: Reading, count: int, n_layers: int, given: Sequence[int |
         reading.notes.append(f"eagle_config.{KEY} {nested}: outputs of layers, as SGLang and SpecForge count")
         taps = _from_inputs(reading, [i + 1 for i in outputs], n_layers)
     elif beside is not None:
-        reading.notes.append(f"{OPTIONS}: eagle3_layers_to_capture {beside}, outputs of layers")
+        reading.notes.append(f"{OPTIONS}: {CAPTURED} {beside}, outputs of layers")
         taps = _from_inputs(reading, [i + 1 for i in beside], n_layers)
     else:
         if min(default) < 0 or len(set(default)) != 3:
@@ -70,15 +68,12 @@ def read_taps(reading: Reading, count: int, n_layers: int, given: Sequence[int |
 
 def _trtllm_ids(reading: Reading) -> list[int] | None:
     """TensorRT-LLM has the ids in the server's config, which exports have beside the checkpoint."""
-    path = reading.where / OPTIONS
-    if not path.is_file():
-        return None
     try:
-        options = yaml.safe_load(path.read_text(encoding="utf-8"))
-        ids = options["speculative_config"].get("eagle3_layers_to_capture")
-    except (yaml.YAMLError, KeyError, TypeError, AttributeError) as error:
-        raise reading.error(f"{OPTIONS} cannot be read: {error}") from None
-    return None if ids is None else _ids(reading, ids, "eagle3_layers_to_capture")
+        options = read_options(reading.where)
+    except ValueError as error:
+        raise reading.error(str(error)) from None
+    ids = None if options is None else options[SPECULATIVE].get(CAPTURED)
+    return None if ids is None else _ids(reading, ids, CAPTURED)
 
 
 def _ids(reading: Reading, value: object, key: str) -> list[int]:

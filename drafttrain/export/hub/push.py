@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from drafttrain.errors import UserError
-from drafttrain.export.doctor.case import ENGINES, Case
+from drafttrain.export.doctor.case import Case, engine_for
 from drafttrain.export.doctor.draft import CONFIG, open_draft
 from drafttrain.export.doctor.finding import Severity
 from drafttrain.export.doctor.registry import lint
@@ -205,10 +205,10 @@ def _examine(
     folder: Path, about: Mapping[str, Any], texts: Mapping[str, str], force: bool
 ) -> tuple[list[str], list[str]]:
     """What must not be sent, and what is only worth a warning."""
-    engine = str(about["engine"])
     found = []
-    if engine != _NOT_LINTED:
-        found = lint(Case(open_draft(folder), None, engine if engine in ENGINES else "vllm", about))
+    if about["engine"] != _NOT_LINTED:
+        draft = open_draft(folder)
+        found = lint(Case(draft, None, engine_for(draft, about), about))
     errors = [f"{one.rule}: {one.what}" for one in found if one.severity is Severity.error]
     paths = sorted(set(local_paths(texts)))
     warnings = [f"{one.rule}: {one.what}" for one in found if one.severity is not Severity.error]

@@ -77,6 +77,19 @@ def test_a_broken_one_is_mended(place: Path, tmp_path: Path, capsys: pytest.Capt
     assert "already exists" in capsys.readouterr().err
 
 
+def test_an_export_for_another_engine_is_judged_as_that(
+    place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for engine in ("sglang", "trtllm"):
+        (written,) = export_draft(place / "run", [engine], tmp_path)
+        assert doctor(place, written.folder, "--json") == 0
+        report = json.loads(capsys.readouterr().out)
+        assert (report["engine"], report["findings"]) == (engine, [])
+    assert doctor(place, written.folder, "--engine", "vllm", "--json") == 1
+    report = json.loads(capsys.readouterr().out)
+    assert [finding["rule"] for finding in report["findings"]] == ["layer-ids-convention"]
+
+
 def test_what_only_a_person_can_mend(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     broken = spoil(place / "run" / "export" / "vllm", tmp_path / "broken", "nan")
     assert doctor(place, broken, "--fix", str(tmp_path / "mended")) == 1

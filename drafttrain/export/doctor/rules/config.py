@@ -9,13 +9,15 @@ from drafttrain.export.doctor.finding import Finding, Mend, error, warning
 from drafttrain.export.doctor.layouts import mistyped
 from drafttrain.export.doctor.rules.rule import Rule
 
-# What each engine resolves (vLLM 0.32, SGLang 0.5.23). vLLM puts Eagle or Eagle3 before a name that lacks it.
+# What each engine resolves (vLLM 0.32, SGLang 0.5.23, TensorRT-LLM 1.4). vLLM puts Eagle or Eagle3 before a name that
+# lacks it, TensorRT-LLM EAGLE3 where there is a draft_vocab_size.
 _WRITTEN = {
     ("vllm", "eagle3"): "LlamaForCausalLMEagle3",
     ("vllm", "eagle1"): "LlamaForCausalLM",
     ("vllm", "medusa"): "MedusaModel",
     ("sglang", "eagle3"): "LlamaForCausalLMEagle3",
     ("sglang", "eagle1"): "LlamaForCausalLMEagle",
+    ("trtllm", "eagle3"): "LlamaForCausalLMEagle3",
 }
 _LOADED = {
     ("vllm", "eagle3"): (
@@ -43,6 +45,7 @@ _LOADED = {
     ("vllm", "medusa"): ("MedusaModel",),
     ("sglang", "eagle3"): ("LlamaForCausalLMEagle3", "LlamaForCausalLM"),
     ("sglang", "eagle1"): ("LlamaForCausalLMEagle",),
+    ("trtllm", "eagle3"): ("LlamaForCausalLMEagle3", "LlamaForCausalLM"),
 }
 
 
@@ -171,37 +174,44 @@ def layer_count(case: Case) -> Iterator[Finding]:
             f"set it to {stored}",
             Mend(keys={draft.key("num_hidden_layers"): stored}),
         )
-    if case.engine == "sglang" and draft.family == "eagle3" and stored > 1:
+    if case.engine in ("sglang", "trtllm") and draft.family == "eagle3" and stored > 1:
         yield error(
             f"{stored} decoder layers",
-            "SGLang names the norms of layers beyond the first otherwise: they are not loaded",
+            f"{case.engine_name} names the norms of layers beyond the first otherwise: they are not loaded",
             "serve it with vLLM, or train one layer",
         )
 
 
+def no_family(case: Case) -> Iterator[Finding]:
+    """Families that the engine does not have."""
+    lacks = {"sglang": {"medusa": "Medusa"}, "trtllm": {"medusa": "Medusa", "eagle1": "EAGLE-1"}}
+    name = lacks.get(case.engine, {}).get(str(case.draft.family))
+    if name is not None:
+        yield error(f"the draft is of the family {name}", f"{case.engine_name} has no {name}", "serve it with vLLM")
+
+
 def lacking(case: Case) -> Iterator[Finding]:
-    """Families and switches that the engine does not have."""
-    draft = case.draft
-    if case.engine != "sglang":
+    """Families, switches and forms that the engine does not have."""
+    yield from no_family(case)
+    draft, name = case.draft, case.engine_name
+    if case.engine not in ("sglang", "trtllm"):
         return
-    if draft.family == "medusa":
-        yield error("a Medusa draft", "SGLang has no Medusa", "serve it with vLLM")
     if draft.flat.get("norm_before_residual"):
         yield error(
             "norm_before_residual is on",
-            "SGLang's residual is the raw state: it loads the draft and accepts less",
+            f"{name}'s residual is the raw state: it loads the draft and accepts less",
             "serve it with vLLM, or train without it",
         )
     if draft.family == "eagle3" and case.taps_in_fc == 1:
         yield error(
             "fc reads a single state",
-            "SGLang leaves fc out, in silence, where the states are as wide as an embedding",
+            f"{name} leaves fc out, in silence, where the states are as wide as an embedding",
             "serve it with vLLM, or train on two states or more",
         )
     if draft.is_speculators:
         yield error(
             "a config in speculators' form",
-            "SGLang does not read it",
+            f"{name} does not read it",
             "export or convert the draft to the raw layout",
         )
 

@@ -30,3 +30,10 @@ class Rule:
         if self.needs_target and case.target is None:
             return False
         return not self.families or case.draft.family in self.families
+
+
+def unfilled_norm(case: Case) -> str:
+    """What becomes of a norm that the engine has and the folder does not."""
+    if case.engine == "vllm":
+        return "vLLM fills it with ones without a word"
+    return f"{case.engine_name} has a place for it that nothing fills"

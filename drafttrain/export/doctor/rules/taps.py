@@ -6,8 +6,10 @@ from collections.abc import Iterator
 
 from drafttrain.export.doctor.case import Case
 from drafttrain.export.doctor.finding import Finding, Mend, error, warning
-from drafttrain.export.doctor.rules.rule import Rule
+from drafttrain.export.doctor.layer_ids import NESTED, default_inputs, ids_given, ids_mend, inputs_read
+from drafttrain.export.doctor.rules.rule import Rule, unfilled_norm
 from drafttrain.export.tap_ids import KEY
+from drafttrain.export.trtllm import CAPTURED
 
 _EAGLE3 = ("eagle3",)
 
@@ -40,7 +42,12 @@ def fc_width(case: Case) -> Iterator[Finding]:
 
 
 def _taps_said(case: Case) -> tuple[int, str]:
-    """States that vLLM's Llama class takes fc to read, and why."""
+    """States that vLLM's Llama class takes fc to read, or that another engine hands over, and why."""
+    if case.engine == "trtllm":
+        ids, place, _ = ids_given(case)
+        if ids is None:
+            return 3, f"without {place} TensorRT-LLM hands over 3"
+        return len(set(ids)), f"{place} names {len(set(ids))} layers"
     said = case.draft.number("num_aux_hidden_states")
     if case.engine == "sglang":
         said = None
@@ -59,7 +66,8 @@ def ids_out_of_range(case: Case) -> Iterator[Finding]:
     n = case.facts.n_layers
     for ids, place, first, last in (
         (case.top_ids, KEY, 0, n),
-        (case.nested_ids, f"eagle_config.{KEY}", -1, n),
+        (case.nested_ids, NESTED, -1, n),
+        (case.captured, CAPTURED, 0, n - 1),
     ):
         if ids is None:
             continue
@@ -81,11 +89,21 @@ def ids_out_of_range(case: Case) -> Iterator[Finding]:
 def id_convention(case: Case) -> Iterator[Finding]:
     """Ids in the wrong engine's numbering: one block off, and the draft reads states that it never saw."""
     n, top, nested = case.facts.n_layers, case.top_ids, case.nested_ids
-    default = [2, n // 2, n - 3]
+    default = default_inputs(n)
     lower = [i - 1 for i in default]
-    trained = _recorded(case)
+    # TensorRT-LLM reads none of config.json's ids: where they are vLLM's, they say what the draft was trained on.
+    trained = _recorded(case) or (sorted(top or []) if case.engine == "trtllm" else [])
     if trained:
-        yield from _against_record(case, trained, default)
+        yield from _against_record(case, trained)
+        return
+    if case.engine == "trtllm":
+        if sorted(case.captured or []) == default:
+            yield error(
+                f"{CAPTURED} {case.captured} is the default of the engines, counted as inputs of layers",
+                f"TensorRT-LLM counts outputs, its default is {lower}: it reads states one block late and accepts less",
+                f"write {lower}, or leave the key out",
+                ids_mend(case, default),
+            )
         return
     if top is not None and sorted(top) == lower and lower != default:
         yield error(
@@ -134,44 +152,42 @@ def _recorded(case: Case) -> list[int]:
     return sorted(n if name == "pre_norm" else int(name) for name in names if name == "pre_norm" or name.isdigit())
 
 
-def _against_record(case: Case, trained: list[int], default: list[int]) -> Iterator[Finding]:
-    read, where = (case.top_ids, KEY), (case.nested_ids, f"eagle_config.{KEY}")
-    ids, place = read if case.engine == "vllm" and case.top_ids is not None else where
-    offset = 1 if case.engine == "sglang" else 0
-    meant = default if ids is None else [i + offset for i in ids]
+def _against_record(case: Case, trained: list[int]) -> Iterator[Finding]:
+    meant = sorted(inputs_read(case))
     if meant == trained:
         return
-    right = [i - offset for i in trained]
-    said = "no layer ids are given" if ids is None else f"{place} is {ids}"
-    keys = (
-        {KEY: trained, "num_aux_hidden_states": len(trained)}
-        if case.engine == "vllm"
-        else {
-            f"eagle_config.{KEY}": right,
-            "eagle_config.use_aux_hidden_state": True,
-        }
-    )
+    ids, place, more = ids_given(case)
+    said = f"{place}: no layer ids are given" if ids is None else f"{place} is {ids}"
     yield error(
-        f"{said}, so {case.engine} reads states {meant}; the draft was trained on {trained} (inputs of layers)",
+        f"{said}, so {case.engine_name} reads states {meant}; the draft was trained on {trained} (inputs of layers)",
         "the draft reads states that it never saw; in silence, less is accepted, or nothing",
-        f"write {right}",
-        Mend(keys=keys),
+        f"write {[i - more for i in trained]}",
+        ids_mend(case, trained),
     )
+
+
+def norm_before_fc(case: Case) -> bool:
+    """Whether the engine norms what goes into fc: TensorRT-LLM by `eagle_config` alone, the others by either."""
+    nested = case.draft.flat.get("eagle_config")
+    inside = nested.get("norm_before_fc") if isinstance(nested, dict) else None
+    outside = None if case.engine == "trtllm" else case.draft.flat.get("norm_before_fc")
+    return bool(outside if inside is None else inside)
 
 
 def norm_switches(case: Case) -> Iterator[Finding]:
     """Norms of fc's input: a switch without tensors, or tensors without a switch."""
     draft = case.draft
-    nested = draft.flat.get("eagle_config")
-    for key, prefix in (("norm_before_fc", "input_norm."), ("fc_norm", "fc_norm.")):
-        said = bool(draft.flat.get(key)) or (
-            key == "norm_before_fc" and isinstance(nested, dict) and bool(nested.get(key))
-        )
+    inner = isinstance(draft.flat.get("eagle_config"), dict) and "norm_before_fc" in draft.flat["eagle_config"]
+    before_fc = "eagle_config.norm_before_fc" if inner or case.engine == "trtllm" else "norm_before_fc"
+    for key, said, prefix in (
+        (before_fc, norm_before_fc(case), "input_norm."),
+        ("fc_norm", bool(draft.flat.get("fc_norm")), "fc_norm."),
+    ):
         stored = any(name.startswith(prefix) for name in draft.tensors)
         if said and not stored:
             yield error(
                 f"{key} is on, and no {prefix}* is stored",
-                "vLLM fills the norm with ones without a word: the draft reads states of another size",
+                f"{unfilled_norm(case)}: the draft reads states of another size",
                 f"take {key} out",
                 Mend(keys={key: False}),
             )

@@ -8,7 +8,7 @@ import torch
 
 from drafttrain.export.doctor.case import EAGLE, Case, listed
 from drafttrain.export.doctor.finding import Finding, Mend, error, note, warning
-from drafttrain.export.doctor.rules.rule import Rule
+from drafttrain.export.doctor.rules.rule import Rule, unfilled_norm
 from drafttrain.export.doctor.shapes import HARMLESS, expected_shapes
 
 # Have rules of their own.
@@ -23,7 +23,7 @@ def missing_norm(case: Case) -> Iterator[Finding]:
     if absent and case.draft.family in EAGLE:
         yield error(
             f"{listed(absent)} is missing",
-            "vLLM fills it with ones without a word: states have another size than in training, less is accepted",
+            f"{unfilled_norm(case)}: states have another size than in training, less is accepted",
             "store the norm that the draft was trained with",
         )
 
@@ -39,7 +39,7 @@ def missing(case: Case) -> Iterator[Finding]:
     if absent:
         yield error(
             f"{listed(absent)} {'is' if len(absent) == 1 else 'are'} missing",
-            "vLLM leaves them as memory happens to be: nothing is accepted",
+            "the engine leaves them as memory happens to be, or fails: nothing is accepted",
             "export again; names are those of the raw layout (midlayer.*, fc, norm, lm_head)",
         )
 
@@ -108,7 +108,7 @@ def head(case: Case) -> Iterator[Finding]:
     make = error if reduced else warning
     yield make(
         "lm_head.weight is missing",
-        "vLLM puts the target's head in its place" + (", which has other rows than the map" if reduced else ""),
+        "the engine puts the target's head in its place" + (", which has other rows than the map" if reduced else ""),
         "store the head that the draft was trained with",
     )
 
