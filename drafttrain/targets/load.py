@@ -15,6 +15,7 @@ from drafttrain.targets import embedded
 from drafttrain.targets.config import TargetConfig
 from drafttrain.targets.identity import TargetIdentity, template_hash, tokenizer_hash, weights_fingerprint
 from drafttrain.targets.model import TargetModel, stop_ids
+from drafttrain.targets.quantised import check_quantisation, check_scales
 from drafttrain.targets.quiet import no_bars
 
 _WEIGHTS = ("*.safetensors", "*.bin", "*.gguf")
@@ -48,15 +49,17 @@ def load_target(
         blocks: whether to load them, too; without, the model is embedding, final norm and head.
 
     Raises:
-        TargetError: not found, unreadable, an unsupported architecture, remote code without leave, or a forward
-            that is not finite.
+        TargetError: not found, unreadable, an unsupported architecture, quantised weights that contradict the config,
+            remote code without leave, or a forward that is not finite.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
     place = _locate(config)
     device = resolve_device(config.device)
-    load_text_config(config)  # a fault in it would be reported as the tokenizer's, which reads it too
+    whole_config = _load_config(config)  # a fault in it would be reported as the tokenizer's, which reads it too
     tokenizer = load_tokenizer(config)
+    if place.folder is not None:
+        check_quantisation(whole_config, _weight_files(config, place), config.model, blocks=blocks)
     options: dict[str, Any] = {"dtype": getattr(torch, config.dtype), **_common(config, place)}
     if place.gguf_file:
         from transformers import GgufConfig
@@ -69,11 +72,14 @@ def load_target(
             loaded: Any = AutoModelForCausalLM.from_pretrained(place.source, output_loading_info=True, **options)
             hf, found = loaded
             _require_all(found, place)
+            check_scales(found["unexpected_keys"], place.source)
             return hf
         return _without_blocks(AutoConfig.from_pretrained(place.source, **_common(config, place)), place, options)
 
     with _explained(config, "weights"), no_bars():
         hf: Any = (build or _whole)(load, device)
+    if place.folder is None:  # what a hub has is here only now
+        check_quantisation(whole_config, _weight_files(config, place), config.model, blocks=blocks)
     rows = int(hf.get_input_embeddings().weight.shape[0])
     identity = _identity(config, place, tokenizer, hf.config.get_text_config(), rows)
     return wrap(hf, tokenizer, identity)
@@ -179,12 +185,15 @@ def load_tokenizer(config: TargetConfig) -> Any:
 
 def load_text_config(config: TargetConfig) -> Any:
     """The target's text config alone; reads no weights."""
+    return _load_config(config).get_text_config()
+
+
+def _load_config(config: TargetConfig) -> Any:
     from transformers import AutoConfig
 
     place = _locate(config)
     with _explained(config, "config"):
-        loaded: Any = AutoConfig.from_pretrained(place.source, **_common(config, place))
-    return loaded.get_text_config()
+        return AutoConfig.from_pretrained(place.source, **_common(config, place))
 
 
 def load_stop_ids(config: TargetConfig) -> frozenset[int]:
