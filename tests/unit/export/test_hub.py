@@ -57,6 +57,16 @@ def test_what_is_sent(export: Path) -> None:
     assert plan.size == sum(file.size for file in plan.files)
 
 
+def test_options_of_tensorrt_llm_name_the_repository(export: Path, tmp_path: Path) -> None:
+    """Wherever the export lay when it was written."""
+    (written,) = export_draft(export.parent.parent, ["trtllm"], tmp_path / "before")
+    plan = plan_push(shutil.copytree(written.folder, tmp_path / "now"), REPO)
+    texts = {file.name: file.text or "" for file in plan.files}
+    assert f"speculative_model: {REPO}\n" in texts["llm_api_options.yaml"]
+    assert f"--extra_llm_api_options {REPO}/llm_api_options.yaml" in texts["README.md"]
+    assert str(tmp_path) not in "".join(texts.values())
+
+
 def test_a_target_in_a_folder_needs_a_name(copy: Path) -> None:
     for name in ("README.md", "drafttrain.json"):
         text = (copy / name).read_text()
