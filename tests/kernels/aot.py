@@ -32,12 +32,12 @@ class Case(NamedTuple):
 
 
 def tree_attention() -> Iterator[Case]:
-    """Head widths 64 and 128, trees of 8, 16 and 64 nodes and their root; latent attention, whose keys are wider."""
+    """Head widths 64 and 128, trees of 8, 16 and 64 nodes and their root; wider heads, as in latent attention."""
     from drafttrain.ops.tree_attention.triton import config
 
     strides = [f"{x}_{part}" for x in "qkvo" for part in ("row", "head", "token")]
-    for width, of_value, group in ((64, 64, 4), (128, 128, 4), (192, 128, 1)):
-        for nodes in (0, 8, 16, 64):
+    for width, of_value, group in ((64, 64, 4), (128, 128, 4), (192, 128, 1), (256, 256, 2)):
+        for nodes in (0, 8, 16, 64) if width <= 128 else (64,):
             for splits, fields, softcap in ((1, 4, True), (8, 3, False)):
                 sizes = config(group * (nodes + 1), width, of_value)
                 options = {key: sizes.pop(key) for key in ("num_warps", "num_stages")}

@@ -38,7 +38,7 @@ def compiled(op: str) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("op", OPS)
 def test_no_register_is_spilled(op: str, arch: int) -> None:
-    """Head widths 64 and 128, trees of 8, 16 and 64 nodes among the cases of `aot`."""
+    """Head widths 64 to 256, trees of 8, 16 and 64 nodes among the cases of `aot`."""
     report = [case for case in compiled(op) if case["arch"] == arch]
     assert report and all(case["registers"] > 0 for case in report)
     # The sampled walk, all control flow, spills 8 bytes on sm_80.

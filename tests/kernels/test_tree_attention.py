@@ -38,6 +38,7 @@ CASES = {
     "window shorter than the text": Case(2, 2, 1, 5, 16, window=33, splits=2),
     "softcap": Case(1, 4, 2, 3, 16, softcap=20.0),
     "values narrower than keys": Case(2, 4, 2, 5, 24, value_width=16),
+    "widths of latent attention": Case(1, 2, 2, 3, 192, splits=2, value_width=128),
     "values wider than keys": Case(2, 4, 2, 5, 16, window=33, value_width=40),
     "values wider than keys, split": Case(2, 4, 1, 3, 12, splits=2, value_width=20),
 }

@@ -164,14 +164,18 @@ def _merge(
 
 def config(group_queries: int, key_width: int, value_width: int) -> dict[str, int]:
     """Blocks, warps and stages for G * T queries of a key head; none of them spills on sm_80, sm_90 or sm_100."""
-    block_m = min(64, max(16, next_power_of_2(group_queries)))
+    # Heads beyond 128 (latent attention, Gemma) have one tile: larger ones fill the registers of sm_100 and the shared
+    # memory of sm_89, smaller ones spill on sm_90.
+    width = max(key_width, value_width)
+    least, most = (16, 64) if width <= 128 else (32, 32)
+    block_m = min(most, max(least, next_power_of_2(group_queries)))
     return {
         "BLOCK_M": block_m,
-        "BLOCK_N": 64 if block_m < 64 else 32,
+        "BLOCK_N": 64 if block_m < most else 32,
         "BLOCK_D": max(16, next_power_of_2(key_width)),
         "BLOCK_V": max(16, next_power_of_2(value_width)),
         # A wide head's tile of 64 queries is shared by twice the threads: on sm_100 four warps spill.
-        "num_warps": 8 if block_m == 64 and max(key_width, value_width) > 64 else 4,
+        "num_warps": 8 if block_m == 64 and width > 64 else 4,
         "num_stages": 2,
     }
 
