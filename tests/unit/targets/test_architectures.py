@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import T5Config, T5ForConditionalGeneration
 
 from drafttrain.engine.engine import Engine
 from drafttrain.engine.proposers import NGramProposer, OracleProposer
@@ -17,9 +18,9 @@ from drafttrain.targets.ends import load_ends
 from drafttrain.targets.identity import TargetIdentity
 from drafttrain.targets.load import load_target
 from drafttrain.targets.model import TargetModel
-from tests.architectures import REFUSED, VOCAB, WORKS, odd_hf
+from tests.architectures import NAMED, REFUSED, VOCAB, WORKS, odd_hf
 from tests.chats import CHATML, chat_tokenizer
-from tests.support import RAGGED_PROMPTS
+from tests.support import KINDS, RAGGED_PROMPTS
 
 ATOL = 3e-5
 
@@ -75,6 +76,25 @@ def test_what_cannot_work_is_refused_by_name(name: str) -> None:
     with pytest.raises(TargetError, match=REFUSED[name][2]) as refusal:
         _target(name)
     assert refusal.value.remedy
+
+
+def test_every_kind_that_the_docs_name_is_tried_here() -> None:
+    page = (Path(__file__).resolve().parents[3] / "docs" / "targets.md").read_text(encoding="utf-8")
+    parts = dict(zip(("works", "refused"), page.split("## What ")[1:3], strict=True))
+    for part, column, known in (("works", 1, {**WORKS, **KINDS}), ("refused", 0, REFUSED)):
+        rows = [line.strip("| ").split(" | ") for line in parts[part].splitlines() if line.startswith("| ")][1:]
+        names = [name for row in rows for name in row[column].split(", ")]
+        assert len(names) == len(set(names)) > 10
+        assert {name: NAMED.get(name) in known for name in names} == dict.fromkeys(names, True)
+        assert {name for name, model in NAMED.items() if model in known} == set(names)
+
+
+def test_encoder_decoders_are_refused(tmp_path: Path) -> None:
+    hf = T5ForConditionalGeneration(T5Config(vocab_size=VOCAB, d_model=16, d_kv=4, d_ff=16, num_layers=1, num_heads=2))
+    hf.save_pretrained(tmp_path)
+    chat_tokenizer(CHATML).save_pretrained(tmp_path)
+    with pytest.raises(TargetError, match=r"cannot load its weights: Unrecognized configuration class .*T5Config"):
+        load_target(TargetConfig(model=str(tmp_path), device="cpu"))
 
 
 def _saved(folder: Path, name: str, **changes: object) -> TargetConfig:
