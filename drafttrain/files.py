@@ -22,13 +22,18 @@ _BUNDLED = Path(__file__).resolve().parent / "_bundled"
 # Of Linux's renameat2.
 _AT_CWD, _RENAME_EXCHANGE = -100, 2
 
+CACHE_REMEDY = "set DRAFTTRAIN_CACHE to a folder that can be written to"
+
 
 def cache_dir() -> Path:
     """Where converted models and tokenised corpora live: `DRAFTTRAIN_CACHE`, else the user's cache folder."""
     explicit = os.environ.get("DRAFTTRAIN_CACHE")
-    if explicit:
-        return Path(explicit).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "drafttrain"
+    try:
+        if explicit:
+            return Path(explicit).expanduser()
+        return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "drafttrain"
+    except RuntimeError:  # containers run with users that the system does not know
+        raise UserError("this user has no home folder", where="~", remedy=CACHE_REMEDY) from None
 
 
 def find_resource(name: str | Path) -> Path:
@@ -56,12 +61,12 @@ def atomic_file(path: str | Path) -> Iterator[Path]:
     """Yield a temporary path beside `path`; rename it into place if the block succeeds, delete it otherwise."""
     final = Path(path)
     final.parent.mkdir(parents=True, exist_ok=True)
-    with _named(final):
+    with named(final):
         handle, name = tempfile.mkstemp(prefix=f".{final.name}.", suffix=".part", dir=final.parent)
     os.close(handle)
     partial = Path(name)
     try:
-        with _named(final):
+        with named(final):
             yield partial
             with partial.open("rb") as written:
                 os.fsync(written.fileno())
@@ -85,10 +90,10 @@ def atomic_folder(path: str | Path, replace: bool = False) -> Iterator[Path]:
     if final.exists() and not replace:
         raise UserError("already exists", where=final, remedy="choose another folder or remove this one")
     final.parent.mkdir(parents=True, exist_ok=True)
-    with _named(final):
+    with named(final):
         partial = Path(tempfile.mkdtemp(prefix=f".{final.name}.", suffix=".part", dir=final.parent))
     try:
-        with _named(final):
+        with named(final):
             yield partial
             partial.chmod(0o777 & ~_umask())
             for file in partial.rglob("*"):
@@ -135,7 +140,7 @@ def _exchange(new: Path, final: Path) -> None:
 
 
 @contextmanager
-def _named(final: Path) -> Iterator[None]:
+def named(final: Path) -> Iterator[None]:
     """Have errors of the disk name what was to be written: a failed write names nothing, others the temporary path."""
     try:
         yield
@@ -193,14 +198,30 @@ def sha256_text(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
+def parse_json(text: str | bytes) -> Any:
+    """A JSON text's value; a ValueError where it is none, or nested more deeply than the parser goes."""
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+
+
 def read_json(path: str | Path) -> Any:
     """Parse a JSON file; a file that is missing or not JSON is a `UserError` that names it."""
     try:
-        return json.loads(Path(path).read_text(encoding="utf-8"))
+        return parse_json(Path(path).read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise UserError("no such file", where=path) from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except ValueError as error:
         raise UserError(f"not valid JSON: {error}", where=path) from None
+
+
+def read_object(path: str | Path) -> dict[str, Any]:
+    """Parse a JSON file that holds an object; anything else is a `UserError` that names it."""
+    value = read_json(path)
+    if not isinstance(value, dict):
+        raise UserError("holds no JSON object", where=path)
+    return value
 
 
 def write_json(path: str | Path, value: Any) -> None:
@@ -210,21 +231,27 @@ def write_json(path: str | Path, value: Any) -> None:
 
 
 def read_jsonl(path: str | Path) -> Iterator[tuple[int, Any]]:
-    """Yield (line number from 1, value) for each non-empty line."""
-    with Path(path).open(encoding="utf-8") as file:
+    """Yield (line number from 1, value) for each non-empty line; one that a kill tore off at the end is passed over."""
+    with Path(path).open("rb") as file:
         for number, line in enumerate(file, 1):
             if not line.strip():
                 continue
             try:
-                yield number, json.loads(line)
-            except json.JSONDecodeError as error:
+                yield number, parse_json(line)
+            except ValueError as error:
+                if not line.endswith(b"\n"):
+                    return
                 raise UserError(f"line {number} is not valid JSON: {error}", where=path) from None
 
 
 def append_jsonl(path: str | Path, value: Any) -> None:
     """Append one line in a single write, so that a kill leaves whole lines but for the last one at worst."""
-    with _named(Path(path)), Path(path).open("a", encoding="utf-8") as file:
+    with named(Path(path)), Path(path).open("a", encoding="utf-8") as file:
         file.write(json.dumps(value, ensure_ascii=False) + "\n")
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:.2f} GiB" if size >= 2**30 else f"{size / 2**30:.2g} GiB"
 
 
 def require_free_space(path: str | Path, needed: int) -> None:
@@ -235,7 +262,7 @@ def require_free_space(path: str | Path, needed: int) -> None:
     free = shutil.disk_usage(folder).free
     if free < needed:
         raise UserError(
-            f"needs {needed / 2**30:.2f} GiB, the disk has {free / 2**30:.2f} GiB free",
+            f"needs {_gib(needed)}, the disk has {_gib(free)} free",
             where=path,
             remedy="free some space or point the output to another disk",
         )

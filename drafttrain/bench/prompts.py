@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import gzip
 import importlib.metadata
-import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from drafttrain.errors import DataError, UserError
-from drafttrain.files import find_resource
+from drafttrain.files import find_resource, parse_json
 
 PromptFormat = Literal["auto", "core", "humaneval", "specbench", "mtbench"]
 
@@ -113,20 +112,20 @@ def _resource(source: str) -> Path:
 
 def _rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     open_text = gzip.open if path.suffix == ".gz" else open
-    with open_text(path, "rt", encoding="utf-8") as file:
-        try:
+    try:
+        with open_text(path, "rt", encoding="utf-8-sig") as file:
             for number, line in enumerate(file, 1):
                 if not line.strip():
                     continue
                 try:
-                    row = json.loads(line)
-                except json.JSONDecodeError as error:
+                    row = parse_json(line)
+                except ValueError as error:
                     raise DataError(f"line {number} is not valid JSON: {error}", where=path) from None
                 if not isinstance(row, dict):
                     raise DataError(f"line {number} is not an object", where=path)
                 yield number, row
-        except (OSError, EOFError, UnicodeDecodeError) as error:
-            raise DataError(f"cannot be read: {error}", where=path) from None
+    except (OSError, EOFError, UnicodeDecodeError) as error:
+        raise DataError(f"cannot be read: {error}", where=path) from None
 
 
 def _detect(rows: list[dict[str, Any]], path: Path) -> str:

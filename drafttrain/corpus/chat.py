@@ -97,7 +97,11 @@ class ChatRenderer:
                 **self.template_kwargs,
             )
         except Exception as error:  # templates raise whatever they like: jinja errors, TypeError, raise_exception()
-            raise DataError(f"the template refuses the conversation: {error}", where=self.name) from error
+            raise DataError(
+                f"the template refuses the conversation: {error}",
+                where=self.name,
+                remedy="mend the template beside the tokenizer, or give it what it wants by data.template_kwargs",
+            ) from error
         return cast(str, text)
 
     def prompt_ids(self, messages: list[Message], tools: list[dict[str, Any]] | None = None) -> list[int]:

@@ -8,7 +8,7 @@ from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import IO, Any, Generic, TypeVar, overload
 
-from drafttrain.files import cache_dir
+from drafttrain.files import cache_dir, named
 
 T = TypeVar("T")
 
@@ -69,8 +69,11 @@ def write_lines(records: Iterable[T], to_json: Callable[[T], Any], parse: Callab
     starts, end = array("q"), 0
     for record in records:
         starts.append(end)
-        end += file.write(json.dumps(to_json(record), ensure_ascii=False).encode() + b"\n")
-    file.flush()
+        line = json.dumps(to_json(record), ensure_ascii=False).encode() + b"\n"
+        with named(place):
+            end += file.write(line)
+    with named(place):
+        file.flush()
     return Lines(file, starts, parse)
 
 

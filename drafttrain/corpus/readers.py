@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -17,11 +18,13 @@ from drafttrain.corpus.shapes import Dialogue, ShapeError, parse_row, to_convers
 from drafttrain.corpus.synthesis import synthesise
 from drafttrain.corpus.types import Conversation, Prompt, Reject, TokenGenerator
 from drafttrain.errors import DataError, UserError
-from drafttrain.files import atomic_file, find_resource
+from drafttrain.files import atomic_file, find_resource, parse_json
 
 T = TypeVar("T", Prompt, Conversation)
 
 _SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".txt")
+_UTF16 = (b"\xff\xfe", b"\xfe\xff")
+_LARGEST_CELL = 1 << 30  # csv's own limit of 128 KiB is below a long document
 
 
 @dataclass
@@ -66,7 +69,7 @@ def collect_prompts(
     result = ReadResult[Prompt]()
 
     def items() -> Iterator[Prompt]:
-        used: set[str] = set()
+        used: dict[str, int] = {}
         for source in sources:
             for item in _prompts_of(source, result, chat, generator, progress):
                 yield replace(item, id=_unique(item.id, used))
@@ -112,7 +115,7 @@ def _read(source: PromptSource, build: Callable[[Dialogue, str, dict[str, Any]],
     result = ReadResult[T]()
 
     def items() -> Iterator[T]:
-        used: set[str] = set()
+        used: dict[str, int] = {}
         for number, (where, row) in enumerate(_rows(source)):
             stem = Path(source.source).stem
             name = f"{stem}-{number}"
@@ -144,18 +147,20 @@ def _read(source: PromptSource, build: Callable[[Dialogue, str, dict[str, Any]],
     return result
 
 
-def _unique(name: str, used: set[str]) -> str:
-    chosen, number = name, 2
+def _unique(name: str, used: dict[str, int]) -> str:
+    """`name`, or `name#2` and so on; `used` counts what was given, so that a constant id costs no search."""
+    chosen = name
     while chosen in used:
-        chosen, number = f"{name}#{number}", number + 1
-    used.add(chosen)
+        used[name] += 1
+        chosen = f"{name}#{used[name]}"
+    used[chosen] = 1
     return chosen
 
 
 def _rows(source: PromptSource) -> Iterator[tuple[str, Any]]:
     """(where, row) of a source, in order."""
     name = source.source
-    looks_like_path = name.startswith((".", "/", "~")) or name.endswith(_SUFFIXES)
+    looks_like_path = name.startswith((".", "/", "~")) or name.lower().endswith(_SUFFIXES)
     try:
         path = find_resource(name)
     except UserError as error:
@@ -167,29 +172,56 @@ def _rows(source: PromptSource) -> Iterator[tuple[str, Any]]:
         yield from _file_rows(path)
     elif (path / "dataset_info.json").exists() or (path / "dataset_dict.json").exists():
         yield from _saved_rows(path, source.split)
+    elif not path.is_dir():
+        raise DataError("is neither a file nor a folder", where=path, remedy="give a file on disk")
     else:
-        files = sorted(file for file in path.rglob("*") if file.suffix in _SUFFIXES)
+        files = _files_below(path)
         if not files:
             raise DataError(f"the folder holds no data file ({', '.join(_SUFFIXES)})", where=path)
         for file in files:
             yield from _file_rows(file)
 
 
+def _files_below(folder: Path) -> list[Path]:
+    """Data files of a folder and of those below. Links are followed, but no folder is read twice."""
+
+    def cannot(error: OSError) -> None:
+        raise error
+
+    found: list[Path] = []
+    seen: set[str] = set()
+    for place, below, names in os.walk(folder, onerror=cannot, followlinks=True):
+        real = os.path.realpath(place)
+        if real in seen:
+            below.clear()
+            continue
+        seen.add(real)
+        files = (Path(place) / name for name in names)
+        found += [file for file in files if _suffix(file) in _SUFFIXES and (file.is_file() or file.is_symlink())]
+    return sorted(found)
+
+
+def _suffix(path: Path) -> str:
+    return path.suffix.lower()
+
+
 def _file_rows(path: Path) -> Iterator[tuple[str, Any]]:
+    suffix = _suffix(path)
     try:
-        if path.suffix in (".jsonl", ".ndjson"):
+        if suffix in (".jsonl", ".ndjson"):
             yield from _json_lines(path)
-        elif path.suffix == ".json":
+        elif suffix == ".json":
             yield from _numbered(path, _json_list(path))
-        elif path.suffix in (".csv", ".tsv"):
+        elif suffix in (".csv", ".tsv"):
+            csv.field_size_limit(_LARGEST_CELL)
             with path.open(encoding="utf-8-sig", newline="") as file:
                 # Strict, or an unclosed quote would swallow the rows to the file's end in one cell.
-                reader = csv.DictReader(file, delimiter="\t" if path.suffix == ".tsv" else ",", strict=True)
+                reader = csv.DictReader(file, delimiter="\t" if suffix == ".tsv" else ",", strict=True)
                 yield from _numbered(path, (_cells(row) for row in reader))
-        elif path.suffix == ".parquet":
+        elif suffix == ".parquet":
             yield from _numbered(path, _parquet_rows(path))
-        elif path.suffix == ".txt":
-            with path.open(encoding="utf-8") as file:
+        elif suffix == ".txt":
+            with path.open(encoding="utf-8-sig") as file:
                 yield from _numbered(path, (line.rstrip("\n") for line in file if line.strip()))
         else:
             raise DataError("unknown kind of file", where=path, remedy=f"known: {', '.join(_SUFFIXES)}")
@@ -199,6 +231,8 @@ def _file_rows(path: Path) -> Iterator[tuple[str, Any]]:
         raise DataError(
             f"is not valid CSV: {error}", where=path, remedy="close each quote, and double quotes inside of a cell"
         ) from None
+    except OSError as error:
+        raise DataError(f"cannot be read: {error.strerror or error}", where=path) from None
 
 
 def _numbered(path: Path, rows: Any) -> Iterator[tuple[str, Any]]:
@@ -209,10 +243,12 @@ def _numbered(path: Path, rows: Any) -> Iterator[tuple[str, Any]]:
 def _json_lines(path: Path) -> Iterator[tuple[str, Any]]:
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
+            if number == 1 and line.startswith(_UTF16):
+                raise DataError("is UTF-16 text, not UTF-8", where=path, remedy="convert it to UTF-8")
             if not line.strip():
                 continue
             try:
-                yield f"{path}:{number}", json.loads(line)
+                yield f"{path}:{number}", parse_json(line)
             except ValueError as error:
                 yield f"{path}:{number}", _Bad(f"is not valid JSON: {error}")
 
@@ -220,7 +256,7 @@ def _json_lines(path: Path) -> Iterator[tuple[str, Any]]:
 def _json_list(path: Path) -> list[Any]:
     """A list of rows, or an object that holds one (`data`, `rows`, a split's name)."""
     try:
-        value = json.loads(path.read_bytes())
+        value = parse_json(path.read_bytes())
     except ValueError as error:
         raise DataError(f"not valid JSON: {error}", where=path) from None
     if isinstance(value, dict):

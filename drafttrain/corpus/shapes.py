@@ -9,6 +9,7 @@ from typing import Any
 
 from drafttrain.corpus.config import Format
 from drafttrain.corpus.types import Conversation, Message, Prompt
+from drafttrain.files import parse_json
 
 Row = Mapping[str, Any]
 
@@ -44,6 +45,7 @@ def parse_row(row: Any, format: Format, columns: Mapping[str, str], system: str 
     """Bring a row of any known shape into messages. Raises ShapeError with the reason."""
     if isinstance(row, str):
         row = {"text": row}
+    row = _plain(row)
     _require_unicode(row)
     if not isinstance(row, Mapping):
         raise ShapeError(f"a row is an object with columns, this is a {type(row).__name__}")
@@ -131,9 +133,11 @@ def _exchange(question: Any, reply: Any) -> list[Any]:
     """A question and its reply, either of which may be a text or messages."""
     question, reply = _parsed(question), _parsed(reply)
     messages = list(question) if isinstance(question, list) else [{"role": "user", "content": _text(question)}]
-    if isinstance(reply, list):
-        return messages + reply
-    return messages + ([{"role": "assistant", "content": _text(reply)}] if _text(reply) else [])
+    if _are_objects(reply):
+        return [*messages, *reply]
+    # Of a reply that is no text (SQuAD's object of spans) nothing can be learnt; the question is sound.
+    said = "" if isinstance(reply, list | Mapping) else _text(reply)
+    return messages + ([{"role": "assistant", "content": said}] if said else [])
 
 
 def _normal(message: Any, number: int) -> Message:
@@ -174,12 +178,35 @@ def _parsed(value: Any) -> Any:
     """Lists that a CSV or Parquet column carries as JSON text."""
     if isinstance(value, str) and value.lstrip().startswith("["):
         try:
-            parsed = json.loads(value)
+            parsed = parse_json(value)
         except ValueError:
             return value
         _require_unicode(parsed)
-        return parsed if isinstance(parsed, list) and all(isinstance(item, dict) for item in parsed) else value
+        return parsed if _are_objects(parsed) else value
     return value
+
+
+def _are_objects(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(item, Mapping) for item in value)
+
+
+def _plain(value: Any) -> Any:
+    """A value as JSON could hold it: tables have times, decimals and bytes as well. Bytes that are no text are None."""
+    if value is None or isinstance(value, str | int | float):
+        return value
+    try:
+        if isinstance(value, Mapping):
+            return {str(key): _plain(item) for key, item in value.items()}
+        if isinstance(value, list | tuple):
+            return [_plain(item) for item in value]
+    except RecursionError:
+        raise ShapeError("is nested too deeply") from None
+    if isinstance(value, bytes):
+        try:
+            return value.decode()
+        except UnicodeDecodeError:
+            return None
+    return str(value)
 
 
 def _require_unicode(value: Any) -> None:
@@ -195,4 +222,6 @@ def _first(row: Row, names: tuple[str, ...]) -> Any:
 
 
 def _text(value: Any) -> str:
-    return "" if value is None else value if isinstance(value, str) else str(value)
+    if isinstance(value, list | Mapping):
+        raise ShapeError(f"has {'a list' if isinstance(value, list) else 'an object'} where a text is read")
+    return "" if value is None else str(value)

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 import sys
+from datetime import UTC, datetime
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -198,6 +201,132 @@ def test_no_row_of_a_table_vanishes(tmp_path: Path, read: Any) -> None:
     assert all(None not in message.values() for item in result.items for message in item.messages)
 
 
+def test_values_that_json_lacks(tmp_path: Path) -> None:
+    """Times in each message, as WildChat has them; decimals; bytes that are text, and bytes that are none."""
+    arrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    time = datetime(2024, 1, 2, tzinfo=UTC)
+    said = [{"role": "user", "content": "Hi", "at": time}, {"role": "assistant", "content": "Yes", "at": time}]
+    rows = [
+        {"conversation": said, "meta": {"price": Decimal("1.5")}, "image": b"\xff\xd8"},
+        {"prompt": b"caf\xc3\xa9", "id": time},
+        {"prompt": b"\xff\xfe"},
+    ]
+    path = tmp_path / "rows.parquet"
+    parquet.write_table(
+        arrow.Table.from_pylist(
+            rows,
+            schema=arrow.schema(
+                [
+                    (
+                        "conversation",
+                        arrow.list_(
+                            arrow.struct(
+                                {
+                                    "role": arrow.string(),
+                                    "content": arrow.string(),
+                                    "at": arrow.timestamp("us", tz="UTC"),
+                                }
+                            )
+                        ),
+                    ),
+                    ("meta", arrow.struct({"price": arrow.decimal128(5, 2)})),
+                    ("image", arrow.binary()),
+                    ("prompt", arrow.binary()),
+                    ("id", arrow.timestamp("us", tz="UTC")),
+                ]
+            ),
+        ),
+        path,
+    )
+    result = read_prompts(PromptSource(source=str(path)))
+    first, second = result.items
+    assert first.messages == [{"role": "user", "content": "Hi", "at": "2024-01-02 00:00:00+00:00"}]
+    assert first.meta["price"] == "1.50"
+    assert second.messages[0]["content"] == "café" and second.id.startswith("2024-01-02")
+    assert [reject.where.rsplit(":", 1)[1] for reject in result.rejects] == ["3"]
+    assert len(read_conversations(PromptSource(source=str(path))).items[0].messages) == 2
+
+
+def test_what_is_no_text_is_no_prompt_and_no_answer(tmp_path: Path) -> None:
+    rows = [
+        {"prompt": {"text": "Hi"}},
+        {"messages": [{"role": "user", "content": {"text": "Hi"}}]},
+        {"instruction": ["a", "b"]},
+        {"question": "Hi", "answer": {"text": ["Yes"], "start": [1]}},
+    ]
+    path = jsonl(tmp_path / "rows.jsonl", rows)
+    result = read_prompts(PromptSource(source=path))
+    assert [prompt.messages for prompt in result.items] == [[{"role": "user", "content": "Hi"}]]
+    assert [reject.reason for reject in result.rejects] == [
+        "has an object where a text is read",
+        "has an object where a text is read",
+        "has a list where a text is read",
+    ]
+    with pytest.raises(DataError, match=r"holds no usable row \(4 refused"):
+        read_conversations(PromptSource(source=path))
+
+
+def test_json_that_is_nested_too_deeply_is_one_reject(tmp_path: Path) -> None:
+    deep = "[" * 100_000 + "]" * 100_000
+    path = jsonl(tmp_path / "rows.jsonl", [TEXT, f'{{"prompt": {deep}}}', json.dumps({"messages": deep})])
+    result = read_prompts(PromptSource(source=path))
+    assert len(result.items) + len(result.rejects) == 3
+    assert result.rejects[0].reason == "is not valid JSON: nested too deeply"
+    (tmp_path / "rows.json").write_text(deep)
+    with pytest.raises(DataError, match="nested too deeply"):
+        read_prompts(PromptSource(source=str(tmp_path / "rows.json")))
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "csv", "txt"])
+def test_text_of_other_encodings(tmp_path: Path, kind: str) -> None:
+    """A byte order mark is no part of the first prompt; UTF-16 is said once, not line by line."""
+    head, row = (
+        ("prompt\r\n", "Hi\r\n") if kind == "csv" else ("", '{"text": "Hi"}\r\n' if kind == "jsonl" else "Hi\r\n")
+    )
+    path = tmp_path / f"rows.{kind}"
+    path.write_bytes(b"\xef\xbb\xbf" + (head + row * 2).encode())
+    prompts = read_prompts(PromptSource(source=str(path))).items
+    assert [prompt.messages[0]["content"] for prompt in prompts] == ["Hi", "Hi"]
+    path.write_bytes((head + row * 2).encode("utf-16"))
+    with pytest.raises(DataError, match="UTF-8") as caught:
+        read_prompts(PromptSource(source=str(path)))
+    assert caught.value.where == str(path) and caught.value.remedy == "convert it to UTF-8"
+
+
+def test_a_cell_may_be_long(tmp_path: Path) -> None:
+    path = tmp_path / "rows.csv"
+    path.write_text("prompt\n" + "long " * 100_000 + "\n")
+    assert len(read_prompts(PromptSource(source=str(path))).items) == 1
+
+
+def test_links_in_a_folder(tmp_path: Path) -> None:
+    """Linked folders are read, each once, loops end, and a link to nothing is an error that names it."""
+    folder, elsewhere = tmp_path / "rows", tmp_path / "elsewhere"
+    (folder / "below").mkdir(parents=True)
+    (folder / "a.jsonl").mkdir()
+    elsewhere.mkdir()
+    jsonl(elsewhere / "b.JSONL", [TEXT])
+    jsonl(folder / "below" / "c.jsonl", [TEXT])
+    (folder / "linked").symlink_to(elsewhere)
+    (folder / "below" / "loop").symlink_to(folder)
+    assert len(read_prompts(PromptSource(source=str(folder))).items) == 2
+    for name, goal in (("gone.jsonl", "nowhere"), ("self.jsonl", "self.jsonl")):
+        (folder / name).symlink_to(goal)
+        with pytest.raises(DataError, match="cannot be read: ") as caught:
+            read_prompts(PromptSource(source=str(folder)))
+        assert caught.value.where == str(folder / name)
+        (folder / name).unlink()
+
+
+def test_what_is_no_file_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    with pytest.raises(DataError, match="neither a file nor a folder"):
+        read_prompts(PromptSource(source=str(tmp_path / "pipe.jsonl")))
+    with pytest.raises(DataError, match="no data file"):
+        read_prompts(PromptSource(source=str(tmp_path)))
+
+
 def test_a_quote_left_open_does_not_swallow_the_rows_behind_it(tmp_path: Path) -> None:
     path = tmp_path / "rows.csv"
     path.write_text('prompt\nfirst\n"second\nthird\n', encoding="utf-8")
@@ -243,6 +372,9 @@ def test_ids_are_unique_within_and_across_sources(tmp_path: Path) -> None:
     path = jsonl(tmp_path / "rows.jsonl", [{"id": "a", "text": "Hi there"}, {"id": "a", "text": "So?"}])
     result = collect_prompts([PromptSource(source=path)] * 2)
     assert len({prompt.id for prompt in result.items}) == 4
+    path = jsonl(tmp_path / "same.jsonl", [{"id": 0, "text": "Hi"}] * 9 + [{"id": "0#2", "text": "Hi"}])
+    ids = [prompt.id for prompt in read_prompts(PromptSource(source=path)).items]
+    assert ids[:3] == ["0", "0#2", "0#3"] and len(set(ids)) == 10
 
 
 def test_written_prompts_read_back_the_same(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from drafttrain import files
 from drafttrain.errors import UserError
-from drafttrain.files import atomic_folder, locked, settled
+from drafttrain.files import append_jsonl, atomic_folder, locked, read_jsonl, read_object, settled
 
 
 def old(folder: Path) -> Path:
@@ -108,3 +108,22 @@ def test_a_lock_is_waited_for(tmp_path: Path) -> None:
         order.append("first")
     thread.join(20)
     assert order == ["first", "second"]
+
+
+def test_a_torn_last_line_is_passed_over_and_another_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    append_jsonl(path, {"step": 1})
+    with path.open("a") as file:
+        file.write('{"step": 2, "lo')
+    assert list(read_jsonl(path)) == [(1, {"step": 1})]
+    with path.open("a") as file:
+        file.write("\n")
+    with pytest.raises(UserError, match=r"metrics\.jsonl: line 2 is not valid JSON"):
+        list(read_jsonl(path))
+
+
+@pytest.mark.parametrize("text", ["[]", "{", "[" * 100_000, "\xff"])
+def test_what_is_no_json_object_is_one_error(text: str, tmp_path: Path) -> None:
+    (tmp_path / "it.json").write_bytes(text.encode("latin-1"))
+    with pytest.raises(UserError, match=r"it\.json: (holds no JSON object|not valid JSON)"):
+        read_object(tmp_path / "it.json")
