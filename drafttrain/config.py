@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Annotated
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
@@ -33,3 +34,6 @@ def _greedy_or_sampled(value: float) -> float:
 
 Temperature = Annotated[float, Field(ge=0), AfterValidator(_greedy_or_sampled)]
 """0 is greedy; temperatures between 0 and `LEAST_TEMPERATURE` are refused, not taken for 0."""
+
+Place = Annotated[str, Field(min_length=1), AfterValidator(os.path.expanduser)]
+"""A file or folder; `~` is the user's home, as in a shell, and no folder of that name."""

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from drafttrain.config import Config
+from drafttrain.config import Config, Place
 
 StoreDtype = Literal["bfloat16", "float32", "fp8"]
 _SHORT = {"bf16": "bfloat16", "fp32": "float32"}
@@ -46,7 +46,7 @@ class FeaturesConfig(Config):
     """
 
     source: Literal["online", "offline", "hybrid", "stream", "vllm"] = "online"
-    path: str | None = None
+    path: Place | None = None
     dtype: Annotated[StoreDtype, BeforeValidator(spell_out)] = "bfloat16"
     record: bool = False
     shard_mib: int = Field(default=256, ge=1)

@@ -77,8 +77,10 @@ def load_config(
     file = find_resource(path)
     try:
         text = file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise RecipeError(f"cannot be read: {error}", where=file) from None
+    except UnicodeDecodeError as error:
+        raise RecipeError(f"is not UTF-8 text: {error}", where=file, remedy="convert it to UTF-8") from None
+    except OSError as error:
+        raise RecipeError(f"cannot be read: {error.strerror or error}", where=file) from None
     return parse_config(
         schema, text, overrides, where=str(path), shorthands=shorthands or {}, check=check or (lambda _: ())
     )

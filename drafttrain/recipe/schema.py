@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field
 
-from drafttrain.config import Config
+from drafttrain.config import Config, Place
 from drafttrain.corpus.config import DataConfig
 from drafttrain.drafters.registry import DrafterConfig
 from drafttrain.features.config import FeaturesConfig
@@ -42,7 +42,7 @@ class Recipe(Config):
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
     seed: int = Field(0, ge=0)
-    output_dir: str | None = Field(None, min_length=1)
+    output_dir: Place | None = None
     target: Annotated[TargetConfig, BeforeValidator(_expand_target)]
     data: DataConfig
     features: FeaturesConfig = FeaturesConfig()

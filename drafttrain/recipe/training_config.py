@@ -100,7 +100,7 @@ class TrainingConfig(Config):
     def _consistent(self) -> Self:
         problems = []
         if (self.epochs is None) == (self.max_steps is None):
-            problems.append("give one of `epochs` and `max_steps`")
+            problems.append("give one of `epochs` and `max_steps`, and leave the other out or null")
         if self.min_lr > self.lr:
             problems.append(f"min_lr {self.min_lr:g} is above lr {self.lr:g}")
         if not all(0 <= beta < 1 for beta in self.betas):

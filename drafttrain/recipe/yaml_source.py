@@ -126,8 +126,12 @@ def _compose(text: str, name: str) -> yaml.Node | None:
         mark = error.problem_mark or error.context_mark
         line = "" if mark is None else f"line {mark.line + 1}: "
         raise RecipeError(f"{line}not valid YAML: {error.problem or error.context}", where=name) from None
-    except yaml.YAMLError as error:
-        raise RecipeError(f"not valid YAML: {error}", where=name) from None
+    except yaml.reader.ReaderError as error:
+        number = text.count("\n", 0, error.position) + 1
+        what = f"the character {chr(error.character)!a} cannot stand in YAML"
+        raise RecipeError(f"line {number}: not valid YAML: {what}", where=name) from None
+    except RecursionError:
+        raise RecipeError("not valid YAML: nested too deeply", where=name) from None
 
 
 def _build(node: yaml.Node, path: KeyPath, source: Source, above: tuple[int, ...]) -> Any:
@@ -162,6 +166,9 @@ def _build(node: yaml.Node, path: KeyPath, source: Source, above: tuple[int, ...
             fault(path, key_node, "a key must be a word")
             continue
         key = str(key_node.value)
+        if key == "<<":
+            fault(path, key_node, "merge keys (<<) are of YAML 1.1 and not read: write the keys out")
+            continue
         line = f"line {key_node.start_mark.line + 1}"
         if key in mapping:
             first = source.origins[*path, key]

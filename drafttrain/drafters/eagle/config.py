@@ -6,7 +6,7 @@ from typing import Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from drafttrain.config import Config
+from drafttrain.config import Config, Place
 from drafttrain.drafters.lora_config import LoraConfig
 
 
@@ -27,7 +27,7 @@ class EagleConfig(Config):
     num_heads: int | None = Field(default=None, ge=1)
     num_kv_heads: int | None = Field(default=None, ge=1)
     init_layer: str = "random"
-    warm_start: str | None = None
+    warm_start: Place | None = None
     lora: LoraConfig | None = None
 
     @model_validator(mode="after")

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from drafttrain.config import Config
+from drafttrain.config import Config, Place
 from drafttrain.drafters.lora_config import LoraConfig
 
 
@@ -36,7 +36,7 @@ class DraftLMConfig(Config):
     num_kv_heads: int | None = Field(default=None, ge=1)
     num_layers: int | None = Field(default=None, ge=1)
     train_embedding: bool = True
-    warm_start: str | None = None
+    warm_start: Place | None = None
     lora: LoraConfig | None = None
 
     @model_validator(mode="after")

@@ -6,7 +6,7 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from drafttrain.config import Config
+from drafttrain.config import Config, Place
 
 
 class MedusaConfig(Config):
@@ -28,6 +28,6 @@ class MedusaConfig(Config):
     head: Literal["own", "target"] = "own"
     init_head: Literal["target", "random"] = "target"
     bias: bool = False
-    warm_start: str | None = None
+    warm_start: Place | None = None
     lora: ClassVar[None] = None
     """No key of this family."""

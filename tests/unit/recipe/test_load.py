@@ -59,6 +59,13 @@ def test_the_run_folder_follows_the_name(minimal: Path) -> None:
     assert load_recipe(minimal, ["output_dir=/elsewhere"]).run_folder == "/elsewhere"
 
 
+def test_home_is_where_a_shell_says_that_it_is(minimal: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`~` in YAML, or quoted on the command line, would be a folder of that name."""
+    monkeypatch.setenv("HOME", "/home/me")
+    recipe = load_recipe(minimal, ["output_dir=~/runs", "features={source: hybrid, path: ~/f}"])
+    assert (recipe.run_folder, recipe.features.path) == ("/home/me/runs", "/home/me/f")
+
+
 def test_the_training_seed_follows_the_recipes(minimal: Path) -> None:
     assert load_recipe(minimal, ["seed=3"]).training_seed == 3
     assert load_recipe(minimal, ["seed=3", "training.seed=4"]).training_seed == 4
@@ -111,7 +118,10 @@ _VLLM = ("features.source=vllm", "features.urls=[http://a:1]", "features.exchang
         (["target={model: x, placement: zero3}", *_GIVEN, *_STREAM], "use features.source 'online'"),
         (["target={model: x, placement: zero3}", *_GIVEN, "training.prefetch=1"], "cannot run ahead of them"),
         (["target={model: x, placement: zero3}", *_GIVEN[1:]], "does not write answers"),
-        (["training.max_steps=5"], "training (line 7): give one of `epochs` and `max_steps`"),
+        (
+            ["training.max_steps=5"],
+            "training (line 7): give one of `epochs` and `max_steps`, and leave the other out or null",
+        ),
         (["training.min_lr=1"], "min_lr 1 is above lr"),
         (["training.warmup=1.5"], "neither a share below 1 nor a whole number"),
         (["training.betas=[0.9, 1.0]"], "must lie in [0, 1)"),
@@ -183,7 +193,7 @@ def test_files_that_are_no_recipes(tmp_path: Path) -> None:
         load_recipe(tmp_path)
     binary = tmp_path / "x.yaml"
     binary.write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(RecipeError, match="cannot be read"):
+    with pytest.raises(RecipeError, match="is not UTF-8 text"):
         load_recipe(binary)
     binary.write_text("", encoding="utf-8")
     assert "name: missing" in problems(binary)

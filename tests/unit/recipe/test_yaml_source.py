@@ -55,6 +55,13 @@ def test_duplicate_keys_are_all_reported() -> None:
     assert source.data == {"a": 1, "b": {"c": 1}}
 
 
+def test_merge_keys_are_refused_by_name() -> None:
+    source = parse_yaml("a: &x {k: 1}\nb:\n  <<: *x\n  l: 2\n", "r.yaml")
+    assert [str(problem) for problem in source.problems] == [
+        "b (line 3): merge keys (<<) are of YAML 1.1 and not read: write the keys out"
+    ]
+
+
 def test_tags_cannot_run_code() -> None:
     source = parse_yaml("a: !!python/object/apply:os.getcwd []\nb: !!python/name:os.system x\n", "r.yaml")
     assert len(source.problems) == 2
@@ -71,7 +78,8 @@ def test_an_alias_may_repeat_but_not_contain_itself() -> None:
     [
         ("a: [1\nb: 2", r"r\.yaml: line \d: not valid YAML"),
         ("- 1", "expected keys and values"),
-        ("\x00", "not valid"),
+        ("a: 1\nb: \x00", r"line 2: not valid YAML: the character '\\x00' cannot stand in YAML"),
+        pytest.param("a: " + "[" * 10_000, "nested too deeply", id="deep"),
     ],
 )
 def test_what_is_no_recipe_at_all(text: str, message: str) -> None:
