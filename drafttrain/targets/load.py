@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from drafttrain.errors import TargetError
+from drafttrain.errors import TargetError, UserError
+from drafttrain.files import read_object
 from drafttrain.targets import embedded
 from drafttrain.targets.config import TargetConfig
 from drafttrain.targets.identity import TargetIdentity, template_hash, tokenizer_hash, weights_fingerprint
@@ -57,6 +58,7 @@ def load_target(
     place = _locate(config)
     device = resolve_device(config.device)
     whole_config = _load_config(config)  # a fault in it would be reported as the tokenizer's, which reads it too
+    _check_generation_config(place)
     tokenizer = load_tokenizer(config)
     if place.folder is not None:
         check_quantisation(whole_config, _weight_files(config, place), config.model, blocks=blocks)
@@ -196,11 +198,22 @@ def _load_config(config: TargetConfig) -> Any:
         return AutoConfig.from_pretrained(place.source, **_common(config, place))
 
 
+def _check_generation_config(place: _Place) -> None:
+    """One that cannot be read would be left out without a word, and with it the ids that end a turn."""
+    file = None if place.folder is None else place.folder / "generation_config.json"
+    if file is not None and file.exists():
+        try:
+            read_object(file)
+        except UserError as error:
+            raise TargetError(error.what, where=file, remedy="fetch it again, or remove it") from None
+
+
 def load_stop_ids(config: TargetConfig) -> frozenset[int]:
     """Ids that end a turn or a text, as `TargetModel.stop_ids`; reads no weights."""
     from transformers import GenerationConfig
 
     place = _locate(config)
+    _check_generation_config(place)
     options = _common(config, place)
     options.pop("gguf_file", None)
     try:
@@ -298,6 +311,9 @@ class _explained:
             remedy = "copy the tokenizer's files (tokenizer.json, tokenizer_config.json) into the folder"
         elif self.what != "tokenizer" and here:
             remedy = "the folder is incomplete or damaged, or of a kind that this transformers does not know"
+        if "ignore_mismatched_sizes" in str(error):
+            first = "tensors have other shapes than its config.json says"
+            remedy = "its config.json is another model's: fetch both again"
         if "trust_remote_code" in str(error):
             remedy = "set target.trust_remote_code: true if you trust the code it brings"
         elif isinstance(error, ImportError):

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+from drafttrain.errors import TargetError
 from drafttrain.modeling.causal_lm import CausalLM
 from drafttrain.targets.identity import TargetIdentity
 from drafttrain.targets.proof import prove
@@ -46,10 +47,20 @@ class TargetModel(CausalLM):
 
 
 def stop_ids(generation: Any, config: Any, tokenizer: Any) -> frozenset[int]:
-    """End-of-sequence ids that generation config, model config and tokenizer name, those of the vocabulary."""
+    """End-of-sequence ids that generation config, model config and tokenizer name, those of the vocabulary.
+
+    Raises:
+        TargetError: one of them names something else than ids.
+    """
     found: set[int] = set()
     for owner in (generation, config, tokenizer):
         eos = getattr(owner, "eos_token_id", None)
-        if eos is not None:
-            found.update(eos if isinstance(eos, list | tuple) else [eos])
-    return frozenset(int(i) for i in found if 0 <= int(i) < len(tokenizer))
+        ids = [] if eos is None else eos if isinstance(eos, list | tuple) else [eos]
+        if not all(isinstance(i, int) for i in ids):
+            raise TargetError(
+                f"eos_token_id of its {type(owner).__name__} is {eos!r}",
+                where=getattr(config, "_name_or_path", None),
+                remedy="write token ids there: an integer, or a list of them",
+            )
+        found.update(ids)
+    return frozenset(i for i in found if 0 <= i < len(tokenizer))

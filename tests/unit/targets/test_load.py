@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from drafttrain.errors import TargetError
 from drafttrain.targets.config import TargetConfig
 from drafttrain.targets.ends import load_ends
-from drafttrain.targets.load import load_target, load_text_config, load_tokenizer
+from drafttrain.targets.load import load_stop_ids, load_target, load_text_config, load_tokenizer
 from tests.chats import chat_tokenizer
 from tests.support import tiny_hf
 
@@ -120,6 +120,31 @@ def test_a_fault_of_the_config_is_the_configs(tmp_path: Path) -> None:
         load_target(_config(folder))
     (folder / "config.json").write_text("{")
     with pytest.raises(TargetError, match=r"cannot load its config: .*not a valid JSON"):
+        load_target(_config(folder))
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("{", "not valid JSON"),
+        ("[]", "holds no JSON object"),
+        ('{"eos_token_id": "<|im_end|>"}', "eos_token_id of its"),
+    ],
+)
+def test_a_generation_config_that_says_no_ids(tmp_path: Path, text: str, words: str) -> None:
+    """Left out silently it would take the ids that end a turn with it."""
+    folder = _save(tmp_path / "target")
+    (folder / "generation_config.json").write_text(text)
+    for load in (load_target, load_stop_ids):
+        with pytest.raises(TargetError, match=words):
+            load(_config(folder))
+
+
+def test_a_config_of_another_size(tmp_path: Path) -> None:
+    folder = _save(tmp_path / "target")
+    values = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**values, "intermediate_size": 8}))
+    with pytest.raises(TargetError, match=r"other shapes than its config\.json says\n  its config\.json is another"):
         load_target(_config(folder))
 
 
