@@ -6,10 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from drafttrain import __version__
+from drafttrain.errors import CheckpointError
 from drafttrain.export.forecast import Forecast
 from drafttrain.export.ir import DraftIR
 from drafttrain.export.layout import Engine
-from drafttrain.files import read_json
+from drafttrain.files import read_object
 
 SIDECAR, FORMAT = "drafttrain.json", 1
 
@@ -35,9 +36,22 @@ def sidecar(ir: DraftIR, engine: Engine, expected: Forecast | None) -> dict[str,
 
 
 def read_sidecar(folder: str | Path) -> dict[str, Any] | None:
-    """The file of an export of ours, or None in a folder made elsewhere."""
+    """The file of an export of ours, or None in a folder made elsewhere.
+
+    Raises:
+        UserError: it is damaged.
+    """
     path = Path(folder) / SIDECAR
     if not path.is_file():
         return None
-    found: dict[str, Any] = read_json(path)
-    return found if found.get("format") == FORMAT else None
+    found = read_object(path)
+    if found.get("format") != FORMAT:
+        return None
+    wrong = [key for key in ("target", "provenance") if not isinstance(found.get(key), dict)]
+    wrong += [] if isinstance(found.get("forecast") or {}, dict) else ["forecast"]
+    wrong += [] if isinstance(found.get("depth"), int) else ["depth"]
+    if wrong:
+        raise CheckpointError(
+            f"{', '.join(wrong)}: not as an export writes it", where=path, remedy="copy it again, or remove it"
+        )
+    return found

@@ -15,12 +15,13 @@ from torch import Tensor
 
 from drafttrain.errors import CheckpointError
 from drafttrain.export.foreign.gguf_tensors import read_gguf_file
-from drafttrain.files import read_json
+from drafttrain.files import read_object
 
 CONFIG = "config.json"
 _INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 # Of what is the same thing in two forms, the first is read.
 _NAMES = (("model.safetensors", "pytorch_model.bin"), ("medusa_lm_head.safetensors", "medusa_lm_head.pt"))
+_OBJECTS = ("eagle_config", "rope_parameters", "rope_scaling", "speculators_config", "transformer_layer_config")
 _PATTERNS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
 _WRAPPERS = ("state_dict", "model_state_dict", "draft_state_dict", "model", "module")
 
@@ -52,9 +53,10 @@ def read_checkpoint(folder: str | Path) -> Checkpoint:
     place = Path(folder)
     if not place.is_dir():
         raise CheckpointError("no such folder", where=folder, remedy="give a folder with config.json and weights")
-    config = read_json(place / CONFIG) if (place / CONFIG).is_file() else {}
-    if not isinstance(config, dict):
-        raise CheckpointError("is no JSON object", where=place / CONFIG)
+    config = read_object(place / CONFIG) if (place / CONFIG).is_file() else {}
+    wrong = next((key for key in _OBJECTS if not isinstance(config.get(key) or {}, dict)), None)
+    if wrong is not None:
+        raise CheckpointError(f"{wrong} is {config[wrong]!r}, which is no object", where=place / CONFIG)
     files = _weight_files(place)
     tensors: dict[str, Tensor] = {}
     for file in files:
@@ -68,7 +70,10 @@ def read_checkpoint(folder: str | Path) -> Checkpoint:
 def _weight_files(folder: Path) -> list[Path]:
     for index in _INDEXES:
         if (folder / index).is_file():
-            names = sorted(set(read_json(folder / index)["weight_map"].values()))
+            named = read_object(folder / index).get("weight_map")
+            if not isinstance(named, dict) or not all(isinstance(name, str) for name in named.values()):
+                raise CheckpointError("has no weight_map", where=folder / index, remedy="copy it again")
+            names = sorted(set(named.values()))
             missing = [name for name in names if not (folder / name).is_file()]
             if missing:
                 raise CheckpointError(

@@ -394,6 +394,10 @@ def spoilt(world: World, tmp_path: Path, what: str) -> Path:
             tensors |= {"blocks.0.layers.0.weight": torch.zeros(HIDDEN, HIDDEN)}
         case "no heads":
             del config["num_attention_heads"]
+        case "ids in a list":
+            config["eagle_config"] = [1, 2]
+        case "rotary by name":
+            config["rope_parameters"] = "default"
     return write(tmp_path / "draft", config, tensors)
 
 
@@ -417,6 +421,8 @@ def spoilt(world: World, tmp_path: Path, what: str) -> Path:
         ("unknown", r"no known layout: its tensors are encoder.weight[\s\S]*medusa-original"),
         ("ambiguous", r"could be any of eagle3, medusa: .*hidden_norm[\s\S]*--format"),
         ("no heads", "num_attention_heads is None"),
+        ("ids in a list", r"eagle_config is \[1, 2\], which is no object"),
+        ("rotary by name", "rope_parameters is 'default', which is no object"),
     ],
 )
 def test_what_is_wrong_is_named(what: str, said: str, world: World, tmp_path: Path) -> None:

@@ -188,3 +188,6 @@ def test_a_folder_that_is_no_export_of_ours(world: World, tmp_path: Path) -> Non
     assert read_foreign(written.folder, world.config).ir.depth == 7  # of a format that is not known, nothing is taken
     with pytest.raises(CheckpointError, match=r"does not say which target[\s\S]*--target"):
         read_foreign(written.folder)
+    write_json(written.folder / SIDECAR, {**about, "target": None, "depth": "3"})
+    with pytest.raises(CheckpointError, match=r"drafttrain\.json: target, depth: not as an export writes it"):
+        read_foreign(written.folder, world.config)
