@@ -15,6 +15,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
@@ -118,7 +119,8 @@ class Heartbeat:
             self.life.ended = True
         elif self.life.failed is None:
             self.life.failed = str(error).splitlines()[0] if str(error) else type(error).__name__
-        self.beat()
+        with suppress(OSError):  # a full disk was met before, where it is said what to do
+            self.beat()
 
     def at(self, step: int, order: int, stage: str) -> None:
         """Say what this rank does now; costs nothing, the thread writes it down."""

@@ -8,12 +8,14 @@ from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any
 
-# SIGUSR1 is what Slurm sends ahead of a time limit with `--signal=USR1@120`.
-_STOP = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+# SIGUSR1 is what Slurm sends ahead of a time limit with `--signal=USR1@120`, SIGHUP a terminal that is closed.
+_STOP = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 
 
 class StopRequest:
-    """While active, `asked` becomes True on SIGTERM, SIGINT or SIGUSR1 instead of the process dying.
+    """While active, `asked` becomes True on SIGTERM, SIGINT, SIGUSR1 or SIGHUP instead of the process dying.
+
+    SIGHUP stays ignored where the process was started so, as nohup does.
 
     Args:
         tell: called then, in the signal handler.
@@ -28,7 +30,8 @@ class StopRequest:
         # Handlers can be set in the main thread only; elsewhere the process's own stay.
         if threading.current_thread() is threading.main_thread():
             for number in _STOP:
-                self._before[number] = signal.signal(number, self._on_signal)
+                if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+                    self._before[number] = signal.signal(number, self._on_signal)
         return self
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:

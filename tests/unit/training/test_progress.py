@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import io
 import json
+import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ from drafttrain.errors import UserError
 from drafttrain.recipe.training_config import TrackingConfig
 from drafttrain.training.callbacks import require_tracker
 from drafttrain.training.metrics import MetricsLog
-from drafttrain.training.progress import ConsoleReporter, ProgressLine
+from drafttrain.training.progress import ConsoleReporter, ProgressLine, lasting_console
 
 TRAIN: dict[str, Any] = {
     "dropped": 0,
@@ -57,12 +59,33 @@ def test_stages_report_and_other_ranks_are_quiet() -> None:
     console = Console(file=out, width=40)
     loud, quiet = ConsoleReporter(console), ConsoleReporter(console, quiet=True)
     for reporter in (loud, quiet):
-        reporter.say("a line that is longer than the console is wide, and not broken")
+        reporter.say("a line that is longer than the console is wide, [/INST] and not broken")
         for done in range(1, 101):
             reporter.progress("answers", done, 100)
     lines = out.getvalue().splitlines()
-    assert lines[0].endswith("not broken")
+    assert lines[0].endswith("[/INST] and not broken")
     assert lines[-1].startswith("answers: 100/100") and len(lines) <= 4
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_a_reader_that_has_gone_does_not_end_a_run(terminal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    reader, writer = os.pipe()
+    with os.fdopen(writer, "w") as out:
+        monkeypatch.setattr(sys, "stdout", out)
+        console = lasting_console()
+        console._force_terminal = terminal
+        line = ProgressLine(console, total_steps=100)
+        line.on_record(TRAIN)
+        os.close(reader)
+        line.on_record(TRAIN)
+        line.on_record(EVAL)
+        line.close()
+        ConsoleReporter(console).say("done")
+
+
+def test_without_a_standard_output(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdout", None)
+    ConsoleReporter(lasting_console()).say("unseen")
 
 
 def test_the_log_drops_what_a_killed_run_wrote_after_its_checkpoint(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 from drafttrain.training.signals import StopRequest
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP])
 def test_signals_of_schedulers_ask_to_stop(number: signal.Signals) -> None:
     before = signal.getsignal(number)
     with StopRequest() as stop:
@@ -16,6 +16,17 @@ def test_signals_of_schedulers_ask_to_stop(number: signal.Signals) -> None:
         os.kill(os.getpid(), number)
         assert stop.asked
     assert signal.getsignal(number) == before
+
+
+def test_nohup_is_obeyed() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with StopRequest() as stop:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert not stop.asked
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_a_second_interrupt_stops_at_once() -> None:
