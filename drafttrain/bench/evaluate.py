@@ -81,8 +81,9 @@ def evaluate(
             say(f"going on with {len(journal.kept)} setting(s) that were measured before (--fresh measures them again)")
         if say is not None and journal.differs:
             say(f"what an interrupted eval left here is dropped: other {', '.join(journal.differs)}")
-    measured = run_suite(target, suite, prompts, contenders, progress, recipe.data.template_kwargs, journal)
+    # What may be damaged is read before anything is measured.
     training = training_cost(Path(run)) if draft is not None else None
+    measured = run_suite(target, suite, prompts, contenders, progress, recipe.data.template_kwargs, journal)
     return _result(recipe, suite, prompts, contenders, target, measured, training), measured
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -84,8 +85,10 @@ def run(arguments: argparse.Namespace) -> int:
     home = Path() if recipe is None else run_folder(arguments.source, recipe)
     folder = None if arguments.kind == "skip" else find_draft(home)
     out = arguments.out or home / f"{arguments.kind}.json"
-    if not out.parent.is_dir():
-        raise UserError("there is no such folder", where=out.parent, remedy="give another place by --out")
+    # Before the measurement, not behind it.
+    if not out.parent.is_dir() or not os.access(out.parent, os.W_OK):
+        what = "cannot be written to" if out.parent.is_dir() else "there is no such folder"
+        raise UserError(what, where=out.parent, remedy="give another place by --out")
     target = load_target(config)
     drafter = None
     if folder is not None:
@@ -106,7 +109,7 @@ def run(arguments: argparse.Namespace) -> int:
         found = calibrate(target, arguments.kind, drafter, requests, options, tell)
     write_calibration(out, found)
     console.print(_summary(found))
-    console.print(f"written: {out}", soft_wrap=True)
+    console.print(f"written: {out}", soft_wrap=True, markup=False)
     return 0
 
 

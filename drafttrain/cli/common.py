@@ -48,10 +48,25 @@ def add_recipe(parser: argparse.ArgumentParser) -> None:
 
 
 def recipe_of(arguments: argparse.Namespace) -> Recipe:
-    """The recipe of `add_recipe`. Call it first: a mistake in it shows before torch is even imported."""
-    from drafttrain.recipe.load import load_recipe
+    """The recipe of `add_recipe`. Call it first: a mistake in it shows before torch is even imported.
 
-    return load_recipe(arguments.recipe, arguments.overrides)
+    Raises:
+        RecipeError: of a run that was moved, or is called from elsewhere: it would begin anew where its recipe points.
+    """
+    from drafttrain.errors import RecipeError
+    from drafttrain.recipe.load import RESOLVED, load_recipe
+
+    recipe = load_recipe(arguments.recipe, arguments.overrides)
+    given, own = Path(arguments.recipe).expanduser(), Path(recipe.run_folder)
+    trained_here = (given / RESOLVED).is_file() and (given / "checkpoints").is_dir()
+    elsewhere = any(word.partition("=")[0].strip() in ("name", "output_dir") for word in arguments.overrides)
+    if trained_here and not elsewhere and own.resolve() != given.resolve():
+        raise RecipeError(
+            f"this run's recipe writes to {own}",
+            where=given,
+            remedy=f"to go on here add output_dir={given}, for another run name=NAME",
+        )
+    return recipe
 
 
 def run_folder(source: str, recipe: Recipe) -> Path:
@@ -77,7 +92,7 @@ def target_when_needed(recipe: Recipe, console: Console) -> Callable[[], InProce
             from drafttrain.recipe.conversations import InProcess
             from drafttrain.targets.load import load_target
 
-            console.print(f"loading the target {recipe.target.model} ({recipe.target.dtype})")
+            console.print(f"loading the target {recipe.target.model} ({recipe.target.dtype})", markup=False)
             loaded.append(InProcess.of(load_target(recipe.target), recipe.data.answers.batch_size))
         return loaded[0]
 

@@ -130,7 +130,9 @@ def _try(
     from drafttrain.export.doctor.diagnose import run_trial
     from drafttrain.targets.load import load_target
 
-    console.print(f"loading the target {config.model} ({config.dtype}); --static examines the files alone")
+    console.print(
+        f"loading the target {config.model} ({config.dtype}); --static examines the files alone", markup=False
+    )
     target = load_target(config)
     report.add(
         run_trial(
@@ -164,7 +166,9 @@ def _mend(case: Case, report: Report, out: Path, ignored: list[str]) -> None:
 
 
 def _show(console: Console, report: Report) -> None:
-    console.print(f"{report.draft}: {report.family or 'not recognised'}, for {report.target} in {report.engine}")
+    console.print(
+        f"{report.draft}: {report.family or 'not recognised'}, for {report.target} in {report.engine}", markup=False
+    )
     _table(console, report.findings)
     if report.trial is not None:
         _trial(console, report.trial)
@@ -175,7 +179,7 @@ def _show(console: Console, report: Report) -> None:
     elif report.copy is None:
         console.print("nothing here can be mended without a person: no copy was written")
     else:
-        console.print(f"mended in {report.copy}: {', '.join(finding.rule for finding in report.mended)}")
+        console.print(f"mended in {report.copy}: {', '.join(finding.rule for finding in report.mended)}", markup=False)
         if report.left:
             console.print("left in the copy:")
             _table(console, report.left)
@@ -196,7 +200,10 @@ def _trial(console: Console, trial: Trial) -> None:
     console.print(table)
     if trial.claim is not None:
         shares = " / ".join(f"{share:.2f}" for share in trial.claim["per_position"])
-        console.print(f"it claims {trial.claim['mean_length']:.2f} tokens a round, {shares} ({trial.claim['source']})")
+        console.print(
+            f"it claims {trial.claim['mean_length']:.2f} tokens a round, {shares} ({trial.claim['source']})",
+            markup=False,
+        )
 
 
 def _shares(counters: Counters) -> str:

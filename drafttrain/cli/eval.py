@@ -75,7 +75,7 @@ def _leaderboard(arguments: argparse.Namespace, console: Console) -> int:
     rows = read_rows(folder)
     console.print(leaderboard_table(rows) if rows else f"no results in {folder}")
     if rows:
-        console.print(f"page: {write_page(folder)}", soft_wrap=True)
+        console.print(f"page: {write_page(folder)}", soft_wrap=True, markup=False)
     return 0
 
 
@@ -120,15 +120,15 @@ def _evaluate(arguments: argparse.Namespace, run: str, suite_file: str, override
         result, measured = evaluate(run, suite, of_target, show, folder, arguments.fresh, say)
         written = write_result(result, measured, folder)
     console.print(result_table(result))
-    console.print(f"report: {written.report}", soft_wrap=True)
-    console.print(f"result: {written.result}", soft_wrap=True)
+    console.print(f"report: {written.report}", soft_wrap=True, markup=False)
+    console.print(f"result: {written.result}", soft_wrap=True, markup=False)
     partial = [] if arguments.leaderboard else changed_unseen(of_suite)
     if arguments.no_leaderboard or partial:
         why = f": {', '.join(partial)} is not the suite's; --leaderboard enters it all the same" if partial else ""
         console.print(f"rows: {written.rows} (not in the leaderboard{why})", markup=False, soft_wrap=True)
     else:
         rows = add_to_leaderboard(result, arguments.leaderboard_dir or default_folder())
-        console.print(f"leaderboard rows: {rows}", soft_wrap=True)
+        console.print(f"leaderboard rows: {rows}", soft_wrap=True, markup=False)
     return 0
 
 

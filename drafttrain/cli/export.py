@@ -50,7 +50,8 @@ def run(arguments: argparse.Namespace) -> int:
         arguments.folder, engines, arguments.out, k=arguments.k, dtype=dtype, overwrite=arguments.overwrite
     )
     for written in done:
-        console.print(f"[bold]{written.engine}[/bold]: {written.folder} ({written.nbytes / 2**20:.1f} MiB, read back)")
+        console.print(written.engine, style="bold", end=": ")
+        console.print(f"{written.folder} ({written.nbytes / 2**20:.1f} MiB, read back)", markup=False)
         for note in written.notes:
             console.print(f"  {note}", markup=False)
         for line in [] if written.expected is None else describe(written.expected, written.engine):

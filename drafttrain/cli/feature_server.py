@@ -24,7 +24,7 @@ def register(actions: Subparsers[argparse.ArgumentParser]) -> None:
     parser.add_argument("what", metavar="RECIPE|TARGET", help="a recipe, a run's folder, or a model as in target.model")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="of the recipe, such as target.device=cuda:1")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: loopback)")
-    parser.add_argument("--port", type=int, default=8700, help="0 takes a free one (default 8700)")
+    parser.add_argument("--port", type=_port, default=8700, help="0 takes a free one (default 8700)")
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), help="of a TARGET; default: bfloat16")
     parser.add_argument(
         "--token-file",
@@ -35,6 +35,13 @@ def register(actions: Subparsers[argparse.ArgumentParser]) -> None:
     parser.add_argument("--batch-tokens", type=positive, default=8192, metavar="N", help="of one forward (8192)")
     parser.add_argument("--queue", type=positive, default=16, metavar="N", help="requests that may wait (16)")
     parser.set_defaults(run=run)
+
+
+def _port(text: str) -> int:
+    value = int(text)
+    if not 0 <= value < 2**16:
+        raise argparse.ArgumentTypeError("must be from 0 to 65535")
+    return value
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -52,7 +59,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     console = Console()
     token, found = find_token(arguments.token_file, make=True)
-    console.print(f"loading the target {config.model} ({config.dtype})", highlight=False, soft_wrap=True)
+    console.print(f"loading the target {config.model} ({config.dtype})", highlight=False, soft_wrap=True, markup=False)
     target = load_target(config)
     target.prepare_for_inference()
     limits = ServerLimits(batch_tokens=arguments.batch_tokens, queue=arguments.queue)
@@ -64,7 +71,9 @@ def run(arguments: argparse.Namespace) -> int:
 
     signal.signal(signal.SIGTERM, stop)
     signal.signal(signal.SIGINT, stop)
-    console.print(f"serving features at {server.url}; the token is in {found}", highlight=False, soft_wrap=True)
+    console.print(
+        f"serving features at {server.url}; the token is in {found}", highlight=False, soft_wrap=True, markup=False
+    )
     server.serve()
     console.print(f"served {server.served:,} tokens", highlight=False)
     return 0

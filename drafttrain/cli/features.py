@@ -86,7 +86,7 @@ def run_build(arguments: argparse.Namespace) -> int:
     part = arguments.part or WHOLE
     complete = build_features(recipe, store.target, store.identity, store.samples, report, part)
     what = "complete" if complete else f"{part} is written, other parts are not yet"
-    console.print(f"{store_path(recipe)}: {what}", soft_wrap=True, highlight=False)
+    console.print(f"{store_path(recipe)}: {what}", soft_wrap=True, highlight=False, markup=False)
     return 0
 
 

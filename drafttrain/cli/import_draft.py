@@ -60,7 +60,8 @@ def run(arguments: argparse.Namespace) -> int:
     written = write_run(found, TargetConfig(model=str(found.ir.target["name"])), arguments.out)
     ir = found.ir
     size = f"{ir.nbytes / 2**20:.1f} MiB, {str(ir.dtype).removeprefix('torch.')}"
-    console.print(f"[bold]{written.folder}[/bold]: {ir.family} for {ir.target['name']}, from {found.layout} ({size})")
+    console.print(str(written.folder), style="bold", markup=False, end=": ")
+    console.print(f"{ir.family} for {ir.target['name']}, from {found.layout} ({size})")
     for note in found.notes:
         console.print(f"  {note}", markup=False)
     return 0

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import argparse
 import errno
+import io
 import os
+import select
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from types import ModuleType
 
 from drafttrain import __version__
@@ -30,6 +34,7 @@ from drafttrain.cli import (
 from drafttrain.cli.once import shown_by_another_rank
 from drafttrain.cli.parser import CommandParser
 from drafttrain.errors import AlreadyReported, UserError
+from drafttrain.files import CACHE_REMEDY, cache_dir
 
 # One module a command, in the order of the work. A module has `register(subparsers)`, which sets the parser's
 # default `run` to a function of the parsed arguments; it imports nothing heavy before that is called.
@@ -51,9 +56,11 @@ COMMANDS: tuple[ModuleType, ...] = (
     pull,
 )
 
+_UNREAD = 128 + 13  # as a program that SIGPIPE ends
 _FULL = "free some space and run the same command again: what was written before is whole"
 _CLOSED = "change its permissions, or choose another folder"
 _IN_THE_WAY = "move away what is there, or choose another path"
+_BROKEN = "look at the disk or the network that it lies on, and run the same command again"
 # What a disk may answer to any command, wherever it writes. Other errors of the system are faults of ours.
 _REMEDIES = {
     errno.ENOSPC: _FULL,
@@ -64,6 +71,12 @@ _REMEDIES = {
     errno.EEXIST: _IN_THE_WAY,
     errno.ENOTDIR: _IN_THE_WAY,
     errno.EISDIR: _IN_THE_WAY,
+    errno.ELOOP: _IN_THE_WAY,
+    errno.ENAMETOOLONG: "choose a shorter name",
+    errno.EFBIG: "raise the size that a file may have: ulimit -f unlimited",
+    errno.EMFILE: "raise the number of files that a process may open: ulimit -n 4096",
+    errno.EIO: _BROKEN,
+    errno.ESTALE: _BROKEN,
 }
 
 
@@ -80,10 +93,15 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command. Returns the exit status: 0, 2 for a user's error, 130 when interrupted."""
-    parsed = build_parser().parse_args(arguments)
+    """Run one command. Returns the exit status: 0, 2 for a user's error, 130 when interrupted, 141 when unread."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            # A terminal or log of another encoding than UTF-8 must not end a run over one character.
+            stream.reconfigure(errors="backslashreplace")
     try:
-        return int(parsed.run(parsed) or 0)
+        with _flushed():
+            parsed = build_parser().parse_args(arguments)
+            return int(parsed.run(parsed) or 0)
     except AlreadyReported:
         return 2
     except UserError as error:
@@ -92,15 +110,55 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
-    except BrokenPipeError:
-        # The reader (`| head`) is gone; keep the interpreter from complaining when it flushes at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+    except (BrokenPipeError, SystemExit) as error:
+        # rich turns one into the other, and has closed standard output then; other programs break pipes, too.
+        if isinstance(error.__context__, BrokenPipeError) if isinstance(error, SystemExit) else _unread():
+            return _UNREAD
+        raise
     except OSError as error:
         if error.errno not in _REMEDIES:
             raise
-        _print_error(UserError(str(error.strerror), where=error.filename, remedy=_REMEDIES[error.errno]))
+        _print_error(UserError(str(error.strerror), where=error.filename, remedy=_remedy(error)))
         return 2
+
+
+@contextmanager
+def _flushed() -> Iterator[None]:
+    """Have what was printed reach its reader, or fail, here and not when the interpreter ends."""
+    try:
+        yield
+    except SystemExit:  # of --help
+        _flush()
+        raise
+    _flush()
+
+
+def _flush() -> None:
+    if sys.stdout is not None:
+        sys.stdout.flush()
+
+
+def _unread() -> bool:
+    """Whether the reader of standard output (`| head`) has gone; the interpreter does not complain of it at its end."""
+    with suppress(OSError, ValueError, AttributeError):
+        output = sys.stdout.fileno()
+        poll = select.poll()
+        poll.register(output, 0)
+        if poll.poll(0):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), output)
+            return True
+    return False
+
+
+def _remedy(error: OSError) -> str:
+    """What to do about an error of the disk."""
+    assert error.errno is not None
+    with suppress(UserError, TypeError):
+        cache, path = cache_dir(), Path(error.filename)
+        # The folders above it may be missing, too.
+        if path in (cache, *cache.parents) or cache in path.parents:
+            return CACHE_REMEDY
+    return _REMEDIES[error.errno]
 
 
 def _print_error(error: UserError) -> None:

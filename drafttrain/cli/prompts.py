@@ -48,5 +48,5 @@ def run(arguments: argparse.Namespace) -> int:
             console.print(f"refused {count}: {reason}", markup=False)
         prompts, path = found.items, arguments.out
         write_prompts(path, prompts)
-    console.print(f"{len(prompts)} prompts in {path}", soft_wrap=True)
+    console.print(f"{len(prompts)} prompts in {path}", soft_wrap=True, markup=False)
     return 0

@@ -77,9 +77,9 @@ def run(arguments: argparse.Namespace) -> int:
     config = _target_config(arguments, recipe, str(ir.target.get("name")), str(ir.dtype).removeprefix("torch."))
     place = server_target(config)
     if not vllm_folder().exists():
-        console.print(f"making the server's environment in {vllm_folder()} (3.4 GB, once)")
+        console.print(f"making the server's environment in {vllm_folder()} (3.4 GB, once)", markup=False)
     environment = vllm_environment()
-    console.print(f"loading the target {config.model} ({config.dtype})")
+    console.print(f"loading the target {config.model} ({config.dtype})", markup=False)
     target = load_target(config)
     draft = find_draft(source)
     check_target(read_meta(draft), target.identity.to_dict(), where=draft)
@@ -103,7 +103,7 @@ def run(arguments: argparse.Namespace) -> int:
     _show(console, proof)
     out = arguments.out or arguments.export / RESULT
     write_json(out, {**proof.to_json(), "target": config.model, "prompts": arguments.prompts})
-    console.print(f"written to {out}")
+    console.print(f"written to {out}", markup=False)
     return 0 if proof.proven else 1
 
 
@@ -138,5 +138,5 @@ def _show(console: Console, proof: Proof) -> None:
         + (f", {ties} part at a near-tie" if ties else "")
     )
     for problem in proof.problems:
-        console.print(f"[red]{problem}[/red]")
+        console.print(problem, style="red", markup=False)
     console.print("[green]proven[/green]" if proof.proven else "[bold red]not proven[/bold red]")

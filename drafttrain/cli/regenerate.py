@@ -48,7 +48,9 @@ def run(arguments: argparse.Namespace) -> int:
         report = answer_prompts(recipe, chat_of(recipe), target_when_needed(recipe, console), progress)
     for reason, count in Counter(reject.reason for reject in report.rejects).most_common():
         console.print(f"no answer for {count}: {reason}", markup=False)
-    console.print(f"{report.written} answers written, {report.resumed} kept: {report.path}", soft_wrap=True)
+    console.print(
+        f"{report.written} answers written, {report.resumed} kept: {report.path}", soft_wrap=True, markup=False
+    )
     if report.rejects:
-        console.print(f"listed in {ConversationFiles.of(recipe).unanswered}", soft_wrap=True)
+        console.print(f"listed in {ConversationFiles.of(recipe).unanswered}", soft_wrap=True, markup=False)
     return 1 if report.rejects else 0

@@ -113,6 +113,19 @@ def test_answers_to_other_prompts_are_refused_and_stay(recipe: Path, capsys: pyt
     assert main(["regenerate", str(recipe), "output_dir=runs/other"]) == 0
 
 
+def test_a_run_that_was_moved_does_not_begin_anew_elsewhere(
+    recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "moved" / "checkpoints").mkdir(parents=True)
+    recipe.rename(tmp_path / "moved" / "recipe.yaml")
+    assert main(["prompts", "moved"]) == 2
+    remedy = "to go on here add output_dir=moved, for another run name=NAME"
+    assert f"moved: this run's recipe writes to runs/tiny\n  {remedy}" in capsys.readouterr().err
+    assert not Path("runs").exists()
+    assert main(["prompts", "moved", "output_dir=moved"]) == 0
+    assert Path("moved/data/prompts.jsonl").exists()
+
+
 def test_samples_are_shown_with_their_share(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["inspect", str(recipe)]) == 2
     assert "drafttrain regenerate" in capsys.readouterr().err

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import argparse
 import errno
+import io
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +17,7 @@ import pytest
 
 from drafttrain.cli import main as command_line
 from drafttrain.errors import RecipeError
-from drafttrain.files import atomic_file, write_json
+from drafttrain.files import CACHE_REMEDY, atomic_file, cache_dir, write_json
 from tests.launching import ROOT, finish, free_port, start_ranks
 
 
@@ -128,6 +133,62 @@ def test_a_disk_that_is_full_or_closed_is_one_error(
         run(vanished)
 
 
+def test_a_cache_that_cannot_be_written_says_which_variable_moves_it(
+    run: Callable[[Callable[[], int | None]], int],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    monkeypatch.setenv("DRAFTTRAIN_CACHE", str(tmp_path / "cache"))
+
+    def closed(path: Path) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    for path, remedy in ((cache_dir() / "corpus", CACHE_REMEDY), (tmp_path, CACHE_REMEDY), (tmp_path / "x", "change")):
+        assert run(partial(closed, path)) == 2
+        assert capsys.readouterr().err.startswith(f"error: {path}: Permission denied\n  {remedy}")
+    monkeypatch.delenv("DRAFTTRAIN_CACHE")
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+
+    def homeless(path: Path) -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "expanduser", homeless)
+    assert run(lambda: cache_dir() and None) == 2
+    assert capsys.readouterr().err == f"error: ~: this user has no home folder\n  {CACHE_REMEDY}\n"
+
+
+PLAIN = """
+import argparse
+from drafttrain.cli import main
+parser = argparse.ArgumentParser()
+parser.set_defaults(run=lambda arguments: print("words " * 100_000))
+main.build_parser = lambda: parser
+raise SystemExit(main.main([]))
+"""
+
+
+@pytest.mark.parametrize(
+    "command", [["-c", PLAIN], ["-m", "drafttrain", "eval", "--leaderboard", "--leaderboard-dir", "nowhere"]]
+)
+def test_a_reader_that_has_gone(command: list[str]) -> None:
+    """As `yes | head` ends: 128 + SIGPIPE, and nothing on the error stream."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run([sys.executable, *command], cwd=ROOT, stdout=writer, stderr=subprocess.PIPE, check=False)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (141, b"")
+
+
+def test_a_character_that_the_terminal_lacks(
+    run: Callable[[Callable[[], int | None]], int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = io.TextIOWrapper(io.BytesIO(), encoding="latin-1")
+    monkeypatch.setattr(sys, "stdout", out)
+    assert run(lambda: print("ä 你")) == 0
+    assert out.buffer.getvalue() == b"\xe4 \\u4f60\n"
+
+
 OVERRIDDEN = {
     # Command: what it is given first, and an option with its value.
     "plan": (["recipe.yaml"], ["--nodes", "2"]),
@@ -199,6 +260,9 @@ def test_what_is_no_override_is_refused(tmp_path: Path, capsys: pytest.CaptureFi
         with pytest.raises(SystemExit):
             command_line.main(wrong)
         assert "unrecognized arguments" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        command_line.main(["features", "serve", "x.yaml", "--port", "99999"])
+    assert "--port: must be from 0 to 65535" in capsys.readouterr().err
 
 
 def test_what_is_an_override_is_told_from_values_and_paths() -> None:
