@@ -19,6 +19,7 @@ from drafttrain.export.hub.errors import explained
 from drafttrain.export.hub.inspect import local_paths, secrets
 from drafttrain.export.sidecar import SIDECAR, read_sidecar
 from drafttrain.files import read_json, sha256_file
+from drafttrain.recipe.load import RESOLVED
 from drafttrain.targets import embedded
 
 TOKEN, ENDPOINT = "HF_TOKEN", "HF_ENDPOINT"
@@ -180,6 +181,13 @@ def _for_others(text: str, folder: Path, repo: str, about: Mapping[str, Any], ba
     for pattern in _SERVED_FROM:
         text = pattern.sub(lambda found: found[1] + repo, text)
     places = {str(folder.resolve()): repo, str(folder.absolute()): repo, str(folder): repo}
+    run = folder.resolve().parent.parent
+    if (run / RESOLVED).is_file():
+        places |= {str(run): f"runs/{run.name}"}
+    # A program's own name is a path of its environment, however it was called.
+    program = next(iter((about.get("provenance") or {}).get("command") or []), "")
+    if Path(program).is_absolute():
+        places |= {program: Path(program).name}
     if base_model is not None:
         target = str((about.get("target") or {}).get("name") or "")
         places |= {str(embedded.converted_folder()): base_model}

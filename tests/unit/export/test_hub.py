@@ -80,6 +80,19 @@ def test_a_target_in_a_folder_needs_a_name(copy: Path) -> None:
     assert any("/home/me/models/target" in warning for warning in forced.warnings)
 
 
+def test_a_run_says_neither_where_it_lay_nor_where_its_program_did(export: Path, tmp_path: Path) -> None:
+    """Every program is called by a path of its environment, and `output_dir` may be one, too."""
+    folder = Path(shutil.copytree(export, tmp_path / "mine" / "export" / "vllm"))
+    (tmp_path / "mine" / "recipe.yaml").touch()
+    about = read_json(folder / "drafttrain.json")
+    command = ["/home/me/.venv/bin/drafttrain", "train", "mine.yaml"]
+    write_json(folder / "drafttrain.json", {**about, "provenance": {"command": command}})
+    with (folder / "README.md").open("a") as card:
+        card.write(f"output_dir: {tmp_path / 'mine'}\n")
+    sent = {file.name: file.text or "" for file in plan_push(folder, REPO).files}
+    assert '"drafttrain",' in sent["drafttrain.json"] and "output_dir: runs/mine\n" in sent["README.md"]
+
+
 def test_another_target_than_the_exports_own_is_refused(
     export: Path, copy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
