@@ -10,12 +10,15 @@ from drafttrain.training.signals import StopRequest
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP])
 def test_signals_of_schedulers_ask_to_stop(number: signal.Signals) -> None:
-    before = signal.getsignal(number)
-    with StopRequest() as stop:
-        assert not stop.asked
-        os.kill(os.getpid(), number)
-        assert stop.asked
-    assert signal.getsignal(number) == before
+    own = signal.signal(number, signal.SIG_DFL)  # the tests themselves may run under nohup
+    try:
+        with StopRequest() as stop:
+            assert not stop.asked
+            os.kill(os.getpid(), number)
+            assert stop.asked
+        assert signal.getsignal(number) == signal.SIG_DFL
+    finally:
+        signal.signal(number, own)
 
 
 def test_nohup_is_obeyed() -> None:
