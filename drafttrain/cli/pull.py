@@ -34,6 +34,6 @@ def run(arguments: argparse.Namespace) -> int:
     about = read_sidecar(out) or {}
     target = (about.get("target") or {}).get("name")
     console = Console(soft_wrap=True, highlight=False, markup=False)
-    console.print(f"{out}: {about['family']} for {target}, in the form of {about['engine']}", markup=False)
-    console.print(f"drafttrain doctor {out} --target {target}", markup=False)
+    console.print(f"{out}: {about['family']} for {target}, in the form of {about['engine']}")
+    console.print(f"drafttrain doctor {out} --target {target}")
     return 0

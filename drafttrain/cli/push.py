@@ -42,22 +42,22 @@ def run(arguments: argparse.Namespace) -> int:
         force=arguments.force,
     )
     kind = " (private, if it is made)" if plan.private else ""
-    console.print(f"{len(plan.files)} files, {plan.size:,} bytes, to {plan.repo}{kind}", markup=False)
+    console.print(f"{len(plan.files)} files, {plan.size:,} bytes, to {plan.repo}{kind}")
     for file in plan.files:
         console.print(
             f"  {file.name}  {file.size:,} bytes  sha256 {file.sha256}{'' if file.text is None else '  changed'}"
         )
     for name in plan.left_out:
-        console.print(f"  not sent: {name}", markup=False)
+        console.print(f"  not sent: {name}")
     for warning in plan.warnings:
-        console.print(f"warning: {warning}", markup=False)
+        console.print(f"warning: {warning}")
     for file in plan.files:
         if file.text is not None:
             before = file.source.read_text(encoding="utf-8").splitlines()
             lines = difflib.unified_diff(before, file.text.splitlines(), file.name, file.name, lineterm="", n=0)
-            console.print("\n".join(lines), markup=False)
+            console.print("\n".join(lines))
     if arguments.dry_run:
         console.print("nothing was sent")
         return 0
-    console.print(f"sent to {push(plan)}", markup=False)
+    console.print(f"sent to {push(plan)}")
     return 0
