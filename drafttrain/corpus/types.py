@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import Tensor
 
 from drafttrain.modeling.taps import Tap
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Message = dict[str, Any]
 """One chat message as templates read it: `role`, `content`, and whatever else, such as `tool_calls`."""

@@ -44,7 +44,7 @@ class Stops:
             the count, the token that completes a stop string or is a stop id included, and those beyond it; None if
             the output goes on.
         """
-        ends = [*self._stop_id(request, before, new)]
+        ends = self._stop_id(request, before, new)
         if request.stop:
             ends += self._strings(request.stop, before, new)
         return min(ends, default=None)

@@ -51,7 +51,7 @@ class StateKeeper:
         self.kept = 0
         self._shard_bytes = shard_bytes
         self._writer: StoreWriter | None = None
-        self._present: set[str] = set()
+        self._before: StoreReader | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -78,18 +78,17 @@ class StateKeeper:
             length = len(sample.ids)
             if length > len(states.ids) or not np.array_equal(sample.ids, states.ids[:length]):
                 continue
-            writer = self._open()
-            if sample.id in self._present:
+            writer, before = self._open()
+            if sample.id in before:
                 continue
             features = {tap: states.features[tap][:length] for tap in self.taps}
             final = features[Tap.final].to(self.target.device)
             writer.add(sample, features, top1_of(self.target, sample, final, states.greedy_from))
-            self._present.add(sample.id)
             self.kept += 1
 
-    def _open(self) -> StoreWriter:
-        if self._writer is None:
+    def _open(self) -> tuple[StoreWriter, StoreReader]:
+        """The store, and what an earlier run left in it."""
+        if self._writer is None or self._before is None:
             self._writer = StoreWriter(self.path, self.identity, shard_bytes=self._shard_bytes)
-            reader = StoreReader(self.path, allow_incomplete=True, verify="size")
-            self._present = {sample.id for sample, _ in reader.documents()}
-        return self._writer
+            self._before = StoreReader(self.path, allow_incomplete=True, verify="size")
+        return self._writer, self._before

@@ -85,7 +85,7 @@ class StateRecorder(Proposer):
             if row.reason is not None and row.error is None:
                 read = len(row.tokens) - 1
                 self._ended[row.request.id] = {
-                    tap: kept[index, :read].cpu().clone() for tap, kept in self._rows.items()
+                    tap: kept[index, :read].to("cpu", copy=True) for tap, kept in self._rows.items()
                 }
 
     def move_row(self, source: int, destination: int) -> None:

@@ -27,7 +27,7 @@ QUESTIONS = 12
 @pytest.fixture
 def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("DRAFTTRAIN_CACHE", str(tmp_path / "cache"))
-    world = make_world(tmp_path / "world" if (tmp_path / "world").mkdir() is None else tmp_path)
+    world = make_world(tmp_path)
     with (world / "prompts.jsonl").open("w") as file:
         for number in range(QUESTIONS):
             turns = ["one more"] if number % 3 == 0 else []
