@@ -110,9 +110,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
-    except (BrokenPipeError, SystemExit) as error:
-        # rich turns one into the other, and has closed standard output then; other programs break pipes, too.
-        if isinstance(error.__context__, BrokenPipeError) if isinstance(error, SystemExit) else _unread():
+    except SystemExit as error:
+        # rich makes one of a broken pipe, and has closed standard output then.
+        if isinstance(error.__context__, BrokenPipeError):
+            return _UNREAD
+        raise
+    except BrokenPipeError:
+        if _unread():  # other programs break pipes, too
             return _UNREAD
         raise
     except OSError as error:

@@ -143,8 +143,13 @@ def test_what_is_no_secret_and_no_path(export: Path) -> None:
         "tokenizer_hash: 0123456789abcdef, /, ~10, w/o, a/tmp/b"
     }
     assert list(secrets(texts)) == [] and list(local_paths(texts)) == []
-    found = list(local_paths({"b.md": 'x "/root/.cache/a" ~/models/b C:\\Users\\me\\c (/tmp/d)'}))
-    assert [line.split(": ", 1)[1] for line in found] == ["/root/.cache/a", "~/models/b", "C:\\Users\\me\\c", "/tmp/d"]
+    found = list(local_paths({"b.md": 'x "/root/a" ~/models/b C:\\Users\\me\\c (/tmp/d)'}))
+    assert [line.split(": ", 1)[1] for line in found] == [
+        "/root/a",
+        "~/models/b",
+        "C:\\Users\\me\\c",
+        "/tmp/d",
+    ]
 
 
 def test_a_draft_with_errors_is_refused(export: Path, tmp_path: Path) -> None:
