@@ -61,8 +61,7 @@ def blocks_read(config: DrafterConfig, n_layers: int) -> tuple[int, ...]:
         return config.layers_for(n_layers) if config.init == "target_layers" else ()
     if isinstance(config, MedusaConfig):
         return ()
-    block = config.init_block(n_layers)
-    return () if block is None else (block,)
+    return config.init_blocks(n_layers, config.num_layers if isinstance(config, Eagle3Config) else 1)
 
 
 def new_vocab_map(

@@ -72,20 +72,19 @@ class EagleDrafter(Drafter, Generic[W]):
             num_kv_heads=config.num_kv_heads,
         )
 
-    @property
     @abstractmethod
-    def first_layer(self) -> EagleLayer:
-        """The layer that starts from a block of the target, where the config says so."""
+    def all_layers(self) -> list[EagleLayer]:
+        """The layers in the order in which a state passes them."""
 
-    def init_layer(self, target: CausalLM) -> None:
-        """Start the first layer as the config says."""
-        block = self.config.init_block(target.n_layers)
-        if block is not None:
-            layer_from_block(self.first_layer, target, block)
+    def init_layers(self, target: CausalLM) -> None:
+        """Start the layers as the config says."""
+        layers = self.all_layers()
+        for layer, block in zip(layers, self.config.init_blocks(target.n_layers, len(layers)), strict=False):
+            layer_from_block(layer, target, block)
 
     def check_start(self, target: CausalLM) -> None:
         """See `Drafter.check_start`."""
-        self.init_layer(target)
+        self.init_layers(target)
 
     def compile_training(self) -> None:
         """What stands before and after the attention of each layer."""

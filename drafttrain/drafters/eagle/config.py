@@ -16,8 +16,8 @@ class EagleConfig(Config):
     Attributes:
         depth: unrolled steps in training. EAGLE-3's training-time test uses 7; EAGLE-1 above 1 is HASS.
         intermediate_size, num_heads, num_kv_heads: default: the target's.
-        init_layer: "random", "target:last", or "target:<i>" to start from the target's block i (its sizes must
-            fit).
+        init_layer: "random", "target:last" to start the layers from the target's last blocks, or "target:<i>" from
+            block i and those behind it (their sizes must fit).
         warm_start: folder of a trained draft to start from.
         lora: train adapters on the draft of `warm_start` alone.
     """
@@ -44,12 +44,13 @@ class EagleConfig(Config):
             raise ValueError(f"{value!r}: use 'random', 'target:last' or 'target:<block>'")
         return value
 
-    def init_block(self, n_layers: int) -> int | None:
-        """The block that the layer starts from, of a target with `n_layers` of them, or None."""
+    def init_blocks(self, n_layers: int, count: int = 1) -> tuple[int, ...]:
+        """The blocks that the draft's layers, `count` of them, start from, of a target with `n_layers`; or none."""
         if self.init_layer == "random":
-            return None
+            return ()
         index = self.init_layer.partition(":")[2]
-        return n_layers - 1 if index == "last" else int(index)
+        first = n_layers - count if index == "last" else int(index)
+        return tuple(range(first, first + count))
 
 
 class Eagle3Config(EagleConfig):

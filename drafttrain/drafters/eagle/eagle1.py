@@ -77,14 +77,18 @@ class Eagle1Drafter(EagleDrafter[Eagle1Weights]):
         """The layer and fc, each as the config says."""
         if self.config.init_fc == "feature":
             self.fc.weight[:, -self.arch.hidden_size :].copy_(torch.eye(self.arch.hidden_size))
-        self.init_layer(target)
+        self.init_layers(target)
 
     @property
-    def first_layer(self) -> EagleLayer:
+    def layer(self) -> EagleLayer:
         """The only one."""
         layer = self.layers[0]
         assert isinstance(layer, EagleLayer)
         return layer
+
+    def all_layers(self) -> list[EagleLayer]:
+        """The only one."""
+        return [self.layer]
 
     def head(self, depth: int) -> Head:
         """The target's head, frozen."""
@@ -94,9 +98,7 @@ class Eagle1Drafter(EagleDrafter[Eagle1Weights]):
         """Cast and concatenate the weights, differentiably."""
         fc, hidden = self.fc.weight.to(dtype), self.arch.hidden_size
         bias = self.fc.bias.to(dtype) if self.config.fc_bias else None
-        return Eagle1Weights(
-            fc[:, :hidden].contiguous(), fc[:, hidden:].contiguous(), bias, self.first_layer.pack(dtype)
-        )
+        return Eagle1Weights(fc[:, :hidden].contiguous(), fc[:, hidden:].contiguous(), bias, self.layer.pack(dtype))
 
     def read_tokens(self, weights: Eagle1Weights, tokens: Tensor, dtype: torch.dtype) -> Tensor | None:
         """The embedding's half of fc."""
@@ -120,7 +122,7 @@ class Eagle1Drafter(EagleDrafter[Eagle1Weights]):
         fused = linear(state, weights.fc_feature, weights.fc_bias)
         if from_tokens is not None:
             fused = fused + from_tokens
-        predicted = self.first_layer.run(weights.layer, 0, fused, None, cos, sin, cache, recompute)
+        predicted = self.layer.run(weights.layer, 0, fused, None, cos, sin, cache, recompute)
         return DraftOutput(hidden=predicted, readout=predicted)
 
     def disturb(self, features: Tensor) -> Tensor:

@@ -107,19 +107,14 @@ class Eagle3Drafter(EagleDrafter[Eagle3Weights]):
 
     @torch.no_grad()
     def init_from_target(self, target: CausalLM) -> None:
-        """Head rows and final norm, the layer and fc, each as the config says."""
+        """Head rows and final norm, the layers and fc, each as the config says."""
         self._check_width()
         if self.config.init_head == "target":
             self._init_head(target)
-        self.init_layer(target)
+        self.init_layers(target)
         if self.config.init_fc == "last":
             self.fc.weight.zero_()
             self.fc.weight[:, -self.arch.hidden_size :].fill_diagonal_(1.0)
-
-    @property
-    def first_layer(self) -> EagleLayer:
-        """The one that reads taps and tokens."""
-        return self.midlayer
 
     def check_start(self, target: CausalLM) -> None:
         """See `Drafter.check_start`."""
@@ -153,7 +148,7 @@ class Eagle3Drafter(EagleDrafter[Eagle3Weights]):
         super()._load_from_state_dict(*args)
 
     def all_layers(self) -> list[EagleLayer]:
-        """The first layer and those beyond it."""
+        """The one that reads taps and tokens, and those beyond it."""
         return [self.midlayer, *cast("Iterable[EagleLayer]", self.layers.values())]
 
     def head(self, depth: int) -> Head:

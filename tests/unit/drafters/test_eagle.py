@@ -357,6 +357,19 @@ def test_layer_from_a_block_of_the_target(source: str, index: int) -> None:
         init_from_target(build_drafter(Eagle1Config(init_layer="target:0"), phi.config), phi)
 
 
+@pytest.mark.parametrize(("source", "first"), [("target:1", 1), ("target:last", 4)])
+def test_further_layers_start_from_the_blocks_behind(source: str, first: int) -> None:
+    target = plain_target()
+    draft = build_drafter(Eagle3Config(init_layer=source, num_layers=2), target.config)
+    init_from_target(draft, target)
+    weights, blocks = draft.state_dict(), [target.layers[first + i].state_dict() for i in range(2)]
+    assert torch.equal(weights["midlayer.self_attn.k_proj.weight"][:, 32:], blocks[0]["self_attn.k_proj.weight"])
+    assert torch.equal(weights["layers.1.self_attn.k_proj.weight"], blocks[1]["self_attn.k_proj.weight"])
+    assert torch.equal(weights["layers.1.mlp.up_proj.weight"], blocks[1]["mlp.up_proj.weight"])
+    with pytest.raises(ValueError, match=r"blocks 0\.\.5, not 6"):
+        init_from_target(build_drafter(Eagle3Config(init_layer="target:5", num_layers=2), target.config), target)
+
+
 def test_layer_from_a_block_that_keeps_matrices_together() -> None:
     """q, k and v in one, gate and up in one; and attention beside the MLP behind one norm."""
     phi3 = tiny_target("phi3")
