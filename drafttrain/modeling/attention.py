@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from drafttrain.modeling.documents import Documents, is_document_mask
+from drafttrain.ops.decode_attention import decode_attention, takes
 from drafttrain.ops.tree_attention import is_packed, tree_attention, unpack
 from drafttrain.ops.ttt_attention import supported, ttt_attention
 
@@ -51,6 +52,8 @@ def attend(
         if mask is not None and is_packed(mask):
             mask = unpack(mask, k.shape[2])
         return _attend_scored(q, k, v, mask, scale, softcap, sinks)
+    if mask is not None and takes(q, k, mask):
+        return decode_attention(q, k, v, mask, scale)
     batch, q_heads, n_new, dim = q.shape
     kv_heads = k.shape[1]
     if mask is None and n_new > 1:

@@ -18,6 +18,7 @@ from transformers import Cache
 
 from drafttrain.modeling.attention import attend
 from drafttrain.ops.backend import use_triton
+from drafttrain.ops.decode_attention import MOST, keys_for
 from drafttrain.ops.kv_compact import kv_compact
 from drafttrain.ops.tree_attention import MAX_TAIL, pack
 
@@ -70,6 +71,7 @@ class StaticKVCache(Cache):
         self.packed = use_triton("tree_attention", "auto", self.device, dtype)
         self._before, self._on_device = self.lengths, False
         self._n_rows = self._n_new = self._first = self._visible = 0
+        self._masked = False
         self._slots: Tensor | None = None
         self._masks: dict[int | None, Tensor | None] = {}
         self._tail: Tensor | None = None
@@ -97,7 +99,10 @@ class StaticKVCache(Cache):
         if longest > self.length:
             raise ValueError(f"the cache holds {self.length} tokens a row, {longest} were asked for")
         self._announce(self.lengths[first_row : first_row + n_rows], n_new, tail_mask, first_row, offset)
-        self._visible = longest
+        # As many as `decode_attention` takes, where there are so many.
+        keys = keys_for(longest)
+        self._masked = self.device.type == "cpu" and keys <= self.length and n_rows * n_new * keys <= MOST
+        self._visible = keys if self._masked else longest
         if bool((lengths == lengths[0]).all()):
             self._slots = None
             self._start = int(lengths[0])
@@ -180,7 +185,7 @@ class StaticKVCache(Cache):
             return self._build_packed_mask(window)
         plain = self._slots is None and self._tail is None and (window is None or self._visible <= window)
         # One new token sees all; a prefill from the start is plain causal, which SDPA does without a mask.
-        if plain and (self._n_new == 1 or self._start == 0):
+        if plain and not self._masked and (self._n_new == 1 or self._start == 0):
             return None
         if self._tail is not None:
             return self._build_tree_mask(self._tail, window)
@@ -214,9 +219,9 @@ class StaticKVCache(Cache):
         width = self._offset + self._n_new
         if self._slots is None:
             first = self._start - self._offset
-            seen = torch.ones(len(tail), self._n_new, first + width, dtype=torch.bool, device=self.device)
-            seen[:, :, first:] = tail
-            column = torch.arange(first + width, device=self.device)
+            column = torch.arange(self._visible, device=self.device)
+            seen = (column < first).expand(len(tail), self._n_new, -1).clone()
+            seen[:, :, first : first + width] = tail
         else:
             lengths = self.lengths[self._first : self._first + self._n_rows].to(self.device)
             column = torch.arange(self._visible, device=self.device)

@@ -237,7 +237,7 @@ def test_memory_is_known_before_and_refused(target: CausalLM, monkeypatch: pytes
     assert engine.memory.round == 4 * 10 * FEW * 8
     assert memory.available_bytes(torch.device("cpu")) is None or memory.available_bytes(torch.device("cpu")) > 0
     monkeypatch.setattr("drafttrain.engine.engine.available_bytes", lambda device: 4096)
-    with pytest.raises(EngineError, match=r"4 rows of 59 tokens need .* GiB .* 0\.00 are free"):
+    with pytest.raises(EngineError, match=r"4 rows of 64 tokens need .* GiB .* 0\.00 are free"):
         Engine(target, proposer, max_batch=4, max_length=50)
 
 
