@@ -16,7 +16,8 @@ class PromptSource(Config):
     """One set of prompts: written by the target itself (`self`), a file or folder, or a `datasets` name."""
 
     source: str = Field(min_length=1)
-    """`self`, a path (.jsonl .json .csv .parquet .txt, a folder saved by `datasets`), or a dataset name."""
+    """`self`, a path (.jsonl .json .csv .txt, also with .gz, .parquet, a folder saved by `datasets`), or a dataset
+    name."""
     count: int | None = Field(default=None, gt=0)
     """How many prompts to take: a seeded choice, in the source's order; all where unset. `self` needs it."""
     format: Format = "auto"

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import csv
+import gzip
+import io
 import json
+import logging
 import os
 import random
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import IO, Any, Generic, TypeVar
 
 from drafttrain.corpus.chat import ChatRenderer
 from drafttrain.corpus.config import PromptSource
@@ -22,7 +26,14 @@ from drafttrain.files import atomic_file, find_resource, parse_json
 
 T = TypeVar("T", Prompt, Conversation)
 
+_log = logging.getLogger(__name__)
+
 _SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".txt")
+_GZIP = ".gz"
+_PACKED = (_GZIP, ".zst", ".bz2", ".xz", ".zip", ".tar", ".tgz")
+_UNPACK = (
+    "unpack it: of packed files those are read whose names end in .jsonl.gz, .json.gz, .csv.gz, .tsv.gz or .txt.gz"
+)
 _UTF16 = (b"\xff\xfe", b"\xfe\xff")
 _LARGEST_CELL = 1 << 30  # csv's own limit of 128 KiB is below a long document
 
@@ -117,7 +128,7 @@ def _read(source: PromptSource, build: Callable[[Dialogue, str, dict[str, Any]],
     def items() -> Iterator[T]:
         used: dict[str, int] = {}
         for number, (where, row) in enumerate(_rows(source)):
-            stem = Path(source.source).stem
+            stem = Path(source.source.removesuffix(_GZIP)).stem
             name = f"{stem}-{number}"
             try:
                 if isinstance(row, _Bad):
@@ -160,7 +171,7 @@ def _unique(name: str, used: dict[str, int]) -> str:
 def _rows(source: PromptSource) -> Iterator[tuple[str, Any]]:
     """(where, row) of a source, in order."""
     name = source.source
-    looks_like_path = name.startswith((".", "/", "~")) or name.lower().endswith(_SUFFIXES)
+    looks_like_path = name.startswith((".", "/", "~")) or name.lower().endswith(_SUFFIXES + _PACKED)
     try:
         path = find_resource(name)
     except UserError as error:
@@ -175,20 +186,29 @@ def _rows(source: PromptSource) -> Iterator[tuple[str, Any]]:
     elif not path.is_dir():
         raise DataError("is neither a file nor a folder", where=path, remedy="give a file on disk")
     else:
-        files = _files_below(path)
+        files, packed = _files_below(path)
+        left_out = f"not read, being packed: {', '.join(str(file.relative_to(path)) for file in packed)}"
         if not files:
-            raise DataError(f"the folder holds no data file ({', '.join(_SUFFIXES)})", where=path)
+            raise DataError(
+                f"the folder holds no data file ({', '.join(_SUFFIXES)}){f'; {left_out}' if packed else ''}",
+                where=path,
+                remedy=_UNPACK if packed else None,
+            )
+        if packed:
+            _log.warning("%s: %s", path, left_out)
         for file in files:
             yield from _file_rows(file)
 
 
-def _files_below(folder: Path) -> list[Path]:
-    """Data files of a folder and of those below. Links are followed, but no folder is read twice."""
+def _files_below(folder: Path) -> tuple[list[Path], list[Path]]:
+    """Data files of a folder and of those below, and packed files that are not read. Links are followed, but no folder
+    is read twice."""
 
     def cannot(error: OSError) -> None:
         raise error
 
     found: list[Path] = []
+    packed: list[Path] = []
     seen: set[str] = set()
     for place, below, names in os.walk(folder, onerror=cannot, followlinks=True):
         real = os.path.realpath(place)
@@ -196,17 +216,27 @@ def _files_below(folder: Path) -> list[Path]:
             below.clear()
             continue
         seen.add(real)
-        files = (Path(place) / name for name in names)
-        found += [file for file in files if _suffix(file) in _SUFFIXES and (file.is_file() or file.is_symlink())]
-    return sorted(found)
+        files = [file for name in names if (file := Path(place) / name).is_file() or file.is_symlink()]
+        found += [file for file in files if _kind(file)]
+        packed += [file for file in files if not _kind(file) and file.suffix.lower() in _PACKED]
+    return sorted(found), sorted(packed)
 
 
-def _suffix(path: Path) -> str:
-    return path.suffix.lower()
+def _kind(path: Path) -> str:
+    """The suffix that says how a file is read, "" if it is not."""
+    name = path.name.lower()
+    suffix = Path(name.removesuffix(_GZIP)).suffix
+    if suffix == ".parquet" and name.endswith(_GZIP):  # is read from its end
+        return ""
+    return suffix if suffix in _SUFFIXES else ""
+
+
+def _open(path: Path) -> IO[bytes]:
+    return gzip.open(path) if path.suffix.lower() == _GZIP else path.open("rb")  # type: ignore[return-value]
 
 
 def _file_rows(path: Path) -> Iterator[tuple[str, Any]]:
-    suffix = _suffix(path)
+    suffix = _kind(path)
     try:
         if suffix in (".jsonl", ".ndjson"):
             yield from _json_lines(path)
@@ -214,25 +244,29 @@ def _file_rows(path: Path) -> Iterator[tuple[str, Any]]:
             yield from _numbered(path, _json_list(path))
         elif suffix in (".csv", ".tsv"):
             csv.field_size_limit(_LARGEST_CELL)
-            with path.open(encoding="utf-8-sig", newline="") as file:
+            with _open(path) as raw, io.TextIOWrapper(raw, encoding="utf-8-sig", newline="") as file:
                 # Strict, or an unclosed quote would swallow the rows to the file's end in one cell.
                 reader = csv.DictReader(file, delimiter="\t" if suffix == ".tsv" else ",", strict=True)
                 yield from _numbered(path, (_cells(row) for row in reader))
         elif suffix == ".parquet":
             yield from _numbered(path, _parquet_rows(path))
         elif suffix == ".txt":
-            with path.open(encoding="utf-8-sig") as file:
+            with _open(path) as raw, io.TextIOWrapper(raw, encoding="utf-8-sig") as file:
                 yield from _numbered(path, (line.rstrip("\n") for line in file if line.strip()))
         else:
-            raise DataError("unknown kind of file", where=path, remedy=f"known: {', '.join(_SUFFIXES)}")
+            packed = path.suffix.lower() in _PACKED
+            remedy = _UNPACK if packed else f"known: {', '.join(_SUFFIXES)}"
+            raise DataError(
+                "is packed in a way that is not read" if packed else "unknown kind of file", where=path, remedy=remedy
+            )
     except UnicodeDecodeError as error:
         raise DataError(f"is not UTF-8 text: {error}", where=path, remedy="convert it to UTF-8") from None
     except csv.Error as error:
         raise DataError(
             f"is not valid CSV: {error}", where=path, remedy="close each quote, and double quotes inside of a cell"
         ) from None
-    except OSError as error:
-        raise DataError(f"cannot be read: {error.strerror or error}", where=path) from None
+    except (OSError, EOFError, zlib.error) as error:  # the last two of a gzip file that is damaged
+        raise DataError(f"cannot be read: {getattr(error, 'strerror', None) or error}", where=path) from None
 
 
 def _numbered(path: Path, rows: Any) -> Iterator[tuple[str, Any]]:
@@ -241,7 +275,7 @@ def _numbered(path: Path, rows: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _json_lines(path: Path) -> Iterator[tuple[str, Any]]:
-    with path.open("rb") as file:
+    with _open(path) as file:
         for number, line in enumerate(file, 1):
             if number == 1 and line.startswith(_UTF16):
                 raise DataError("is UTF-16 text, not UTF-8", where=path, remedy="convert it to UTF-8")
@@ -256,7 +290,8 @@ def _json_lines(path: Path) -> Iterator[tuple[str, Any]]:
 def _json_list(path: Path) -> list[Any]:
     """A list of rows, or an object that holds one (`data`, `rows`, a split's name)."""
     try:
-        value = parse_json(path.read_bytes())
+        with _open(path) as file:
+            value = parse_json(file.read())
     except ValueError as error:
         raise DataError(f"not valid JSON: {error}", where=path) from None
     if isinstance(value, dict):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import csv
+import gzip
 import json
+import logging
 import os
 import sys
 from datetime import UTC, datetime
@@ -82,8 +84,12 @@ def test_given_answers_are_kept_for_conversations(tmp_path: Path, row: dict[str,
     assert {message["role"] for message in conversation.messages} <= {"system", "user", "assistant"}
 
 
-@pytest.mark.parametrize("kind", ["jsonl", "json", "csv", "tsv", "parquet", "folder", "saved", "txt"])
+_PLAIN = ["jsonl", "json", "csv", "tsv", "parquet", "folder", "saved", "txt"]
+
+
+@pytest.mark.parametrize("kind", [*_PLAIN, "jsonl.gz", "json.gz", "csv.gz", "txt.gz"])
 def test_containers(tmp_path: Path, kind: str) -> None:
+    kind, _, packed = kind.partition(".")
     rows = [{"prompt": f'Question {n}, "quoted"\nand 你好', "completion": "Yes"} for n in range(3)]
     path = tmp_path / f"rows.{kind}"
     if kind == "jsonl":
@@ -107,6 +113,9 @@ def test_containers(tmp_path: Path, kind: str) -> None:
             datasets.Dataset.from_list(rows).to_parquet(str(path))
         else:
             datasets.DatasetDict({"train": datasets.Dataset.from_list(rows)}).save_to_disk(str(path))
+    if packed:
+        path = path.with_name(path.name + ".GZ")
+        path.write_bytes(gzip.compress(path.with_suffix("").read_bytes()))
     result = read_prompts(PromptSource(source=str(path)))
     expected = [row["prompt"].replace("\n", " ") if kind == "txt" else row["prompt"] for row in rows]
     assert [prompt.messages[0]["content"] for prompt in result.items] == expected
@@ -317,6 +326,36 @@ def test_links_in_a_folder(tmp_path: Path) -> None:
             read_prompts(PromptSource(source=str(folder)))
         assert caught.value.where == str(folder / name)
         (folder / name).unlink()
+
+
+def test_packed_files_are_read_or_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "below").mkdir()
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(json.dumps(TEXT).encode()))
+    for name in ("b.jsonl.zst", "below/c.json.xz", "d.parquet.gz", "README.md"):
+        (tmp_path / name).write_bytes(b"(\xb5/\xfd")
+    with caplog.at_level(logging.WARNING):
+        (prompt,) = read_prompts(PromptSource(source=str(tmp_path))).items
+    assert prompt.messages[0]["content"] == "Hi"
+    (said,) = caplog.messages
+    assert said == f"{tmp_path}: not read, being packed: b.jsonl.zst, below/c.json.xz, d.parquet.gz"
+    (tmp_path / "a.jsonl.gz").unlink()
+    with pytest.raises(DataError, match=r"no data file .*; not read, being packed: b\.jsonl\.zst.*\n  unpack"):
+        read_prompts(PromptSource(source=str(tmp_path)))
+    for name in ("b.jsonl.zst", "d.parquet.gz"):
+        with pytest.raises(DataError, match=r"is packed in a way that is not read\n  unpack"):
+            read_prompts(PromptSource(source=str(tmp_path / name)))
+    with pytest.raises(DataError, match="no such file"):
+        read_prompts(PromptSource(source="owner/rows.jsonl.zst"))
+
+
+def test_a_damaged_gzip_file_is_one_error(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl.gz"
+    whole = gzip.compress(json.dumps(TEXT).encode() * 100)
+    for damaged in (b"no gzip", whole[:-9], whole[:20] + b"\xff" * 20):
+        path.write_bytes(damaged)
+        with pytest.raises(DataError, match="cannot be read: ") as caught:
+            read_prompts(PromptSource(source=str(path)))
+        assert caught.value.where == str(path)
 
 
 def test_what_is_no_file_is_not_waited_for(tmp_path: Path) -> None:
