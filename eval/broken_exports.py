@@ -2,8 +2,8 @@
 
     python eval/broken_exports.py runs/smollm2-eagle3/export/vllm broken --target smollm2-135m
 
-writes broken/<fault> for every fault that fits the export's family, and prints what `drafttrain doctor` says of each.
-What a real server does with them is in tests/serving/test_broken.py, and in LOG.md.
+writes broken/<fault> for every fault that fits the export's engine (vLLM or TensorRT-LLM) and family, and prints what
+`drafttrain doctor` says of each. What a real vLLM does with them is in tests/serving/test_broken.py, and in LOG.md.
 """
 
 from __future__ import annotations
@@ -16,15 +16,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from drafttrain.export.doctor.case import Case
+from drafttrain.export.doctor.case import Case, engine_for
 from drafttrain.export.doctor.draft import open_draft
 from drafttrain.export.doctor.registry import lint
 from drafttrain.export.doctor.target import read_target
 from drafttrain.export.sidecar import read_sidecar
 from drafttrain.export.tap_ids import KEY
+from drafttrain.export.trtllm import CAPTURED, OPTIONS, SPECULATIVE, read_options
 from drafttrain.files import read_json, write_json
 from drafttrain.targets.config import TargetConfig
 
@@ -39,14 +41,27 @@ class Fault:
     Attributes:
         families: of the drafts that it can happen to.
         rule: of the doctor that names it.
-        spoil: changes config and tensors in place.
+        spoil: changes config, or the options of the server, and tensors in place.
         needs: a tensor that must be there, such as d2t.
+        engine: that the export is for.
+        options: whether it lies in the options beside the export, not in its config.
     """
 
     families: tuple[str, ...]
     rule: str
     spoil: Spoil
     needs: str = ""
+    engine: str = "vllm"
+    options: bool = False
+
+    def values(self, export: Path) -> dict[str, Any]:
+        """What `spoil` changes beside the tensors, of an export of that engine."""
+        found: dict[str, Any] = read_json(export / "config.json")
+        if self.options:
+            options = read_options(export)
+            assert options is not None
+            found = options[SPECULATIVE]
+        return found
 
 
 def _absolute(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
@@ -197,7 +212,61 @@ def _shared_blocks(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
         tensors[f"blocks.{i}.layers.0.weight"] = tensors["blocks.0.layers.0.weight"].clone()
 
 
+def _no_torch_dtype(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    """As transformers 5 writes it."""
+    del config["torch_dtype"]
+
+
+def _norm_outside(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    """Where vLLM reads it."""
+    config |= config.pop("eagle_config")
+
+
+def _two_layers(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    config["num_hidden_layers"] = 2
+    tensors |= {
+        name.replace("midlayer.", "layers.1."): value.clone()
+        for name, value in tensors.items()
+        if name.startswith("midlayer.")
+    }
+
+
+def _raw_residual(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    config["norm_before_residual"] = True
+
+
+def _captured_inputs(options: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    """In vLLM's numbering."""
+    options[CAPTURED] = [layer + 1 for layer in options[CAPTURED]]
+
+
+def _default_captured(options: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    del options[CAPTURED]
+
+
+def _beyond_the_target(options: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    options[CAPTURED] = [*options[CAPTURED][:-1], 1000]
+
+
+def _captured_text(options: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    options[CAPTURED] = ", ".join(map(str, options[CAPTURED]))
+
+
+def _other_decoding(options: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    options["decoding_type"] = "MTP"
+
+
+def _no_draft_length(options: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    options["max_draft_len"] = 0
+
+
+def _elsewhere(options: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    """As they are after the export was moved."""
+    options["speculative_model"] = "/models/where-it-was"
+
+
 _E3, _E13 = ("eagle3",), ("eagle1", "eagle3")
+_TRT = ("eagle3", "draft_lm")
 FAULTS: dict[str, Fault] = {
     "absolute-d2t": Fault(_E3, "d2t-absolute", _absolute, "d2t"),
     "no-d2t": Fault(_E3, "d2t-missing", _no_map, "d2t"),
@@ -231,21 +300,37 @@ FAULTS: dict[str, Fault] = {
     "too-many-heads": Fault(("medusa",), "medusa-heads", _too_many_heads),
     "block-bias": Fault(("medusa",), "medusa-bias", _block_bias),
     "shared-blocks": Fault(("medusa",), "shared-blocks", _shared_blocks),
+    "no-torch-dtype": Fault(_TRT, "torch-dtype", _no_torch_dtype, engine="trtllm"),
+    "outer-norm-switch": Fault(_E3, "norm-switches", _norm_outside, "inner norm", engine="trtllm"),
+    "second-layer": Fault(_E3, "layer-count", _two_layers, engine="trtllm"),
+    "raw-residual": Fault(_E3, "engine-lacks", _raw_residual, engine="trtllm"),
+    "captured-inputs": Fault(_E3, "layer-ids-convention", _captured_inputs, "captured", "trtllm", options=True),
+    "default-captured": Fault(_E3, "layer-ids-convention", _default_captured, "captured", "trtllm", options=True),
+    "captured-beyond": Fault(_E3, "layer-ids-range", _beyond_the_target, "captured", "trtllm", options=True),
+    "captured-text": Fault(_E3, "options", _captured_text, "captured", "trtllm", options=True),
+    "other-decoding": Fault(_TRT, "options", _other_decoding, engine="trtllm", options=True),
+    "no-draft-length": Fault(_TRT, "options", _no_draft_length, engine="trtllm", options=True),
+    "moved": Fault(_TRT, "options-place", _elsewhere, engine="trtllm", options=True),
 }
 """By name. Besides these, `spoil` knows "cut-off": a file that was copied in part."""
 CUT_OFF, CUT_OFF_RULE = "cut-off", "incomplete"
 
 
-def fits(fault: Fault, family: str, config: dict[str, Any], tensors: dict[str, Tensor]) -> bool:
-    """Whether a sound export can be given this fault."""
+def fits(fault: Fault, export: Path, engine: str, family: str) -> bool:
+    """Whether a sound export for this engine can be given this fault."""
+    if engine != fault.engine or family not in fault.families:
+        return False
+    config, tensors = fault.values(export), load_file(export / WEIGHTS)
     has = {
         "": True,
         "d2t": "d2t" in tensors,
         "!d2t": "d2t" not in tensors,
         "ids": KEY in config and "eagle_config" in config,
         "theta": config.get("rope_theta") not in (None, 10000.0, 50.0),
+        "inner norm": config.get("eagle_config") == {"norm_before_fc": True},
+        "captured": CAPTURED in config,
     }
-    return family in fault.families and has[fault.needs]
+    return has[fault.needs]
 
 
 def spoil(sound: Path, folder: Path, name: str) -> Path:
@@ -255,9 +340,14 @@ def spoil(sound: Path, folder: Path, name: str) -> Path:
         data = (folder / WEIGHTS).read_bytes()
         (folder / WEIGHTS).write_bytes(data[: len(data) * 2 // 3])
         return folder
-    config, tensors = read_json(folder / "config.json"), load_file(folder / WEIGHTS)
-    FAULTS[name].spoil(config, tensors)
+    fault, tensors = FAULTS[name], load_file(folder / WEIGHTS)
+    config, options = read_json(folder / "config.json"), read_options(folder)
+    if options is not None:
+        options[SPECULATIVE]["speculative_model"] = str(folder)  # the copy is no fault
+    fault.spoil(options[SPECULATIVE] if fault.options and options is not None else config, tensors)
     write_json(folder / "config.json", config)
+    if options is not None:
+        (folder / OPTIONS).write_text(yaml.safe_dump(options), encoding="utf-8")
     save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
     return folder
 
@@ -265,17 +355,17 @@ def spoil(sound: Path, folder: Path, name: str) -> Path:
 def main() -> None:
     """Write them all and print what the doctor says."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("export", type=Path, help="a sound export of drafttrain for vLLM")
+    parser.add_argument("export", type=Path, help="a sound export of drafttrain for vLLM or TensorRT-LLM")
     parser.add_argument("out", type=Path, help="folder for the broken ones")
     parser.add_argument("--target", required=True)
     options = parser.parse_args()
     facts = read_target(TargetConfig(model=options.target))
-    family = open_draft(options.export).family
-    config, tensors = read_json(options.export / "config.json"), load_file(options.export / WEIGHTS)
-    names = [name for name, fault in FAULTS.items() if fits(fault, str(family), config, tensors)]
+    sound = open_draft(options.export)
+    engine = engine_for(sound, read_sidecar(options.export))
+    names = [name for name, fault in FAULTS.items() if fits(fault, options.export, engine, str(sound.family))]
     for name in (*names, CUT_OFF):
         folder = spoil(options.export, options.out / name, name)
-        findings = lint(Case(open_draft(folder), facts, about=read_sidecar(folder)))
+        findings = lint(Case(open_draft(folder), facts, engine, read_sidecar(folder)))
         print(f"{name}: {'; '.join(f'{finding.rule} ({finding.severity})' for finding in findings)}")
 
 

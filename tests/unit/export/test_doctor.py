@@ -23,6 +23,7 @@ from drafttrain.export.doctor.draft import open_draft
 from drafttrain.export.doctor.finding import Finding, Severity
 from drafttrain.export.doctor.mending import mend_case, relint, write_copy
 from drafttrain.export.doctor.registry import lint
+from drafttrain.export.doctor.rules import trtllm
 from drafttrain.export.doctor.served import Unserved, as_served
 from drafttrain.export.doctor.target import TargetFacts
 from drafttrain.export.sidecar import read_sidecar
@@ -103,13 +104,9 @@ def rules(findings: list[Finding]) -> set[str]:
 
 def bases(fault: str, sound: Callable[..., Path]) -> list[Path]:
     """The sound exports that can be given a fault."""
-    found = []
-    for name, config in CONFIGS.items():
-        good = sound(name)
-        values, tensors = read_json(good / "config.json"), load_file(good / "model.safetensors")
-        if fits(FAULTS[fault], config.family, values, tensors):
-            found.append(good)
-    return found
+    engine = FAULTS[fault].engine
+    made = [(config.family, sound(name, engine)) for name, config in CONFIGS.items() if name not in LACKS[engine]]
+    return [export for family, export in made if fits(FAULTS[fault], export, engine, family)]
 
 
 LACKS = {"vllm": (), "sglang": ("medusa",), "trtllm": ("medusa", "eagle1")}
@@ -130,10 +127,22 @@ def test_each_trap_is_named(name: str, sound: Callable[..., Path], tmp_path: Pat
     good = bases(name, sound)
     assert good
     for number, base in enumerate(good):
-        found = lint(case_of(spoil(base, tmp_path / str(number), name)))
+        found = lint(case_of(spoil(base, tmp_path / str(number), name), FAULTS[name].engine))
         (named,) = [finding for finding in found if finding.rule == FAULTS[name].rule]
         assert named.severity in (Severity.error, Severity.warning)
         assert all(finding.what and finding.why and finding.remedy for finding in found)
+
+
+def test_each_rule_for_tensorrt_llm_has_a_trap() -> None:
+    """Its own, and those that judge it otherwise than the others."""
+    own = {rule.id for rule in trtllm.RULES}
+    assert {fault.rule for fault in FAULTS.values() if fault.engine == "trtllm"} == own | {
+        "engine-lacks",
+        "layer-count",
+        "layer-ids-convention",
+        "layer-ids-range",
+        "norm-switches",
+    }
 
 
 @pytest.mark.parametrize("name", MENDABLE)
