@@ -27,11 +27,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from store_speed import documents, forget
+from store_speed import bf16_identity, documents, forget
 
 from drafttrain.corpus.types import Sample
 from drafttrain.drafters.build import build_drafter, init_from_target
-from drafttrain.features.building import build_store, identity_of, open_store
+from drafttrain.features.building import build_store, open_store
 from drafttrain.features.client import Wanted
 from drafttrain.features.config import FeaturesConfig
 from drafttrain.features.server import FeatureServer
@@ -157,8 +157,8 @@ def main() -> int:
     target = load_target(recipe.target)
     target.prepare_for_inference()
     samples = documents(args.documents, args.tokens, target.tokenizer)
-    spec: FeatureSpec = build_drafter(recipe.drafter, target.config, device="meta").feature_spec
-    identity = identity_of(target.identity, spec, dtype="bfloat16", compute_dtype=recipe.target.dtype)
+    identity = bf16_identity(recipe, target)
+    spec = FeatureSpec.of(identity.taps)
 
     def run(source: FeatureSource, ahead: int) -> Run:
         return train(recipe, target, samples, source, ahead)

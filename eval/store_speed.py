@@ -83,6 +83,12 @@ def documents(count: int, tokens: int, tokenizer: Any) -> list[Sample]:
     raise SystemExit(f"the prompts that ship make {len(made)} documents only")
 
 
+def bf16_identity(recipe: Recipe, target: TargetModel) -> StoreIdentity:
+    """What a bf16 store is made for that serves the recipe's draft."""
+    spec = build_drafter(recipe.drafter, target.config, device="meta").feature_spec
+    return identity_of(target.identity, spec, dtype="bfloat16", compute_dtype=recipe.target.dtype)
+
+
 def micro_batches(recipe: Recipe, samples: list[Sample]) -> list[list[Row]]:
     """An epoch as a single rank runs it."""
     training = recipe.training
@@ -176,8 +182,7 @@ def main() -> int:
     target.prepare_for_inference()
     samples = documents(args.documents, args.tokens, target.tokenizer)
     batches = micro_batches(recipe, samples)
-    drafter = build_drafter(recipe.drafter, target.config, device="meta")
-    identity = identity_of(target.identity, drafter.feature_spec, dtype="bfloat16", compute_dtype=recipe.target.dtype)
+    identity = bf16_identity(recipe, target)
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
         bf16, fp8 = Path(folder) / "bf16", Path(folder) / "fp8"
         began = time.perf_counter()
