@@ -1,4 +1,4 @@
-"""Several ranks on one machine, as a launcher would start them."""
+"""Processes beside a test: the ranks of a launch on one machine, and forks of the test itself."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+import traceback
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -63,6 +64,25 @@ def finish(processes: Sequence[subprocess.Popen[str]], timeout: float = 800) -> 
     finally:
         for process in processes:
             process.kill()
+
+
+def in_child(work: Callable[[], object]) -> int:
+    """Run `work` in a forked process; its process id. The fork costs nothing, an interpreter with torch would."""
+    child = os.fork()
+    if child == 0:
+        try:
+            work()
+            os._exit(0)
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(1)
+    return child
+
+
+def status(child: int) -> int:
+    """The exit status of a process of `in_child` once it has ended, or minus the signal that ended it."""
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
 def _end(process: subprocess.Popen[str], timeout: float) -> tuple[int, str]:

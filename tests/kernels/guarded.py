@@ -10,13 +10,12 @@ from __future__ import annotations
 import ctypes
 import json
 import mmap
-import os
 import sys
-import traceback
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
+
+from tests.launching import in_child, status
 
 _alive: list[mmap.mmap] = []
 
@@ -101,23 +100,9 @@ def stray() -> None:
     _select[(1,)](guarded(torch.randn(1, 7)), chosen, 8, COUNT=3, BLOCK=8)
 
 
-def in_child(work: Callable[[], None]) -> int:
-    """Run `work` in a forked process, which a stray load kills alone; its exit status, or minus the signal."""
-    child = os.fork()
-    if child == 0:
-        try:
-            work()
-            os._exit(0)
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            os._exit(1)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-
-
 def main() -> None:
-    """Entry point."""
-    print(json.dumps({name: in_child(globals()[name]) for name in sys.argv[1:]}))
+    """Run each in a process of its own, which a stray load kills alone."""
+    print(json.dumps({name: status(in_child(globals()[name])) for name in sys.argv[1:]}))
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ import torch
 from drafttrain.errors import CheckpointError
 from drafttrain.training.checkpoint import TrainState, load_checkpoint, newest_whole, save_checkpoint
 from drafttrain.training.strategies.base import Snapshot
+from tests.launching import in_child, status
 
 SHAPES = {"weight": torch.Size([64, 64]), "bias": torch.Size([64])}
 KEEP = 2
@@ -32,22 +33,6 @@ def snapshot(step: int) -> Snapshot:
 
 def save(folder: Path, step: int) -> None:
     save_checkpoint(folder, TrainState(step=step), snapshot(step), SHAPES, {}, KEEP)
-
-
-def in_child(work: Callable[[], None]) -> int:
-    """Run `work` in a forked process; its process id. The fork costs nothing, an interpreter with torch would."""
-    child = os.fork()
-    if child == 0:
-        try:
-            work()
-            os._exit(0)
-        finally:
-            os._exit(1)
-    return child
-
-
-def status(child: int) -> int:
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
 def dying_at(instruction: int, work: Callable[[], Any], report: int | None = None) -> None:
