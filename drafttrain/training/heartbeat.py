@@ -1,10 +1,13 @@
 """Signs of life: a small file for each rank, and the verdict on a rank that died, failed or hangs.
 
-    heartbeat/rank-00003.json    {"rank", "host", "pid", "step", "stage", "time", "since", "ended", "failed"}
+    heartbeat/rank-00003.json    {"rank", "host", "pid", "step", "stage", "beats", "time", "idle_s", "ended", "failed"}
 
 Ranks wait for each other in collectives, so one that is gone or stuck holds up all. A thread, which a blocked
 collective does not stop, looks at the others' files when nothing moves: the rank that is furthest behind is the one
 that failed. It says so itself if it still can, else the lowest rank that lives says it, and all end.
+
+Hosts have clocks of their own, which are set while runs run. So nothing is judged by the time of day: a rank counts how
+long it has not moved, and another one for how long it has seen no newer file of it.
 """
 
 from __future__ import annotations
@@ -27,7 +30,7 @@ _BEAT_S = 10.0
 _SUSPICION_S = 30.0
 """Nothing moved for so long: look whether all the others live."""
 _SILENCE_S = 90.0
-"""A rank on another host whose file is older is dead."""
+"""A rank on another host whose file has not changed for so long is dead."""
 _LAST_WORDS_S = 20.0
 """How long the others wait for a rank to say why it failed."""
 FAILED = 1
@@ -42,7 +45,8 @@ class Life:
         launch: common to all ranks of one launch.
         step: optimiser steps done.
         stage: what it is doing, in words; `order` grows from stage to stage within a step.
-        time: of this file; since: when step or stage last changed. Seconds since the epoch.
+        beats: how many files it has written, this one included; time: of this one, for people.
+        idle_s: for how long neither step nor stage had changed then.
         ended: it is through and nobody waits for it.
         failed: its error, once it has shown it.
     """
@@ -54,8 +58,9 @@ class Life:
     step: int = 0
     order: int = 0
     stage: str = "preparing"
+    beats: int = 0
     time: float = 0.0
-    since: float = 0.0
+    idle_s: float = 0.0
     ended: bool = False
     failed: str | None = None
 
@@ -63,14 +68,6 @@ class Life:
     def name(self) -> str:
         """As an error names it."""
         return f"rank {self.rank} (host {self.host}, process {self.pid})"
-
-    def is_dead(self, now: float) -> bool:
-        """Whether its process is gone: known at once on this host, elsewhere by its silence."""
-        if self.ended or self.failed:
-            return False
-        if self.host == socket.gethostname():
-            return not _runs(self.pid)
-        return now - self.time > _SILENCE_S
 
 
 class Heartbeat:
@@ -97,7 +94,9 @@ class Heartbeat:
         end: Callable[[int], None] = os._exit,
     ) -> None:
         self.folder, self.count = folder / FOLDER, count
-        self.life = Life(launch, rank, socket.gethostname(), os.getpid(), since=time.time())
+        self.life = Life(launch, rank, socket.gethostname(), os.getpid())
+        self._moved = time.monotonic()
+        self._seen: dict[int, tuple[int, float]] = {}  # rank -> beats of its newest file, and when it was found here
         self._patience, self._tell, self._end = patience_s, tell, end
         self._stopped = threading.Event()
         self._broken = threading.Event()
@@ -125,12 +124,13 @@ class Heartbeat:
     def at(self, step: int, order: int, stage: str) -> None:
         """Say what this rank does now; costs nothing, the thread writes it down."""
         life = self.life
-        life.step, life.order, life.stage, life.since = step, order, stage, time.time()
+        life.step, life.order, life.stage, self._moved = step, order, stage, time.monotonic()
 
     def beat(self) -> None:
         """Write the file."""
         with self._lock:
-            self.life.time = time.time()
+            self.life.beats += 1
+            self.life.time, self.life.idle_s = time.time(), time.monotonic() - self._moved
             write_json(self._path(self.life.rank), asdict(self.life))
 
     def peer_failed(self) -> None:
@@ -147,36 +147,35 @@ class Heartbeat:
                 self.beat()
             except OSError:
                 continue  # a full disk ends the run where it writes what matters
-            if self.count > 1 and time.time() - self.life.since > _SUSPICION_S:
+            if self.count > 1 and time.monotonic() - self._moved > _SUSPICION_S:
                 self._judge()
-        deadline = time.time() + _LAST_WORDS_S
-        while not self._stopped.is_set() and time.time() < deadline:
+        deadline = time.monotonic() + _LAST_WORDS_S
+        while not self._stopped.is_set() and time.monotonic() < deadline:
             self._judge()
             self._stopped.wait(0.5)
 
     def _judge(self) -> None:
         """End this process if some rank is dead, has failed, or hangs beyond patience."""
-        lives, now = self.lives(), time.time()
+        lives = self.lives()
         if any(life.failed for life in lives):
             self._end(FAILED)  # it has said why
             return
-        dead = [life for life in lives if life.is_dead(now)]
+        dead = [life for life in lives if self.is_dead(life)]
         if dead:
             self._speak(lives, dead, f"died at step {dead[0].step + 1} ({dead[0].stage}) without a word")
             return
-        if self._patience is None or now - self.life.since < self._patience:
+        if self._patience is None or time.monotonic() - self._moved < self._patience:
             return
         moved = [life for life in lives if not life.ended]
         last = min((life.step, life.order) for life in moved)
         behind = [life for life in moved if (life.step, life.order) == last]
-        if now - behind[0].since >= self._patience:
-            seconds = now - behind[0].since
+        seconds = behind[0].idle_s + self._silence(behind[0])
+        if seconds >= self._patience:
             self._speak(lives, behind, f"has not moved for {seconds:.0f} s at step {last[0] + 1} ({behind[0].stage})")
 
     def _speak(self, lives: list[Life], guilty: list[Life], what: str) -> None:
         """One rank tells: the guilty one if it lives, else the lowest that does. Then all end."""
-        now = time.time()
-        able = [life for life in guilty if not life.is_dead(now)] or [life for life in lives if not life.is_dead(now)]
+        able = [life for life in guilty if not self.is_dead(life)] or [life for life in lives if not self.is_dead(life)]
         if not able or able[0].rank == self.life.rank:
             self._tell(
                 f"{guilty[0].name} {what}; the run ends\n  the log of that rank or of its host says more (memory?); "
@@ -188,6 +187,18 @@ class Heartbeat:
             self._stopped.wait(_LAST_WORDS_S / 4)
         self._end(FAILED)
 
+    def is_dead(self, life: Life) -> bool:
+        """Whether a rank's process is gone: known at once on this host, elsewhere by its silence."""
+        if life.ended or life.failed:
+            return False
+        if life.host == self.life.host:
+            return not _runs(life.pid)
+        return self._silence(life) > _SILENCE_S
+
+    def _silence(self, life: Life) -> float:
+        """Seconds for which no newer file of its rank was found here."""
+        return time.monotonic() - self._seen[life.rank][1]
+
     def lives(self) -> list[Life]:
         """What the ranks of this launch wrote, by rank; a file that is being replaced is left out."""
         found = []
@@ -198,6 +209,8 @@ class Heartbeat:
                 continue
             if life.launch == self.life.launch:
                 found.append(life)
+                if rank not in self._seen or self._seen[rank][0] != life.beats:
+                    self._seen[rank] = life.beats, time.monotonic()
         return found
 
 

@@ -4,13 +4,14 @@ import os
 import subprocess
 import sys
 import time
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import pytest
 
 from drafttrain.files import write_json
-from drafttrain.training.heartbeat import FAILED, FOLDER, Heartbeat, Life
+from drafttrain.training import heartbeat
+from drafttrain.training.heartbeat import FAILED, FOLDER, Heartbeat
 
 
 class Ended(Exception):
@@ -29,7 +30,7 @@ def watch(folder: Path, rank: int, count: int, said: list[str], patience: float 
 
 
 def other(folder: Path, mine: Heartbeat, **changes: object) -> None:
-    life = replace(mine.life, time=time.time(), **changes)  # type: ignore[arg-type]
+    life = replace(mine.life, **{"time": time.time(), **changes})  # type: ignore[arg-type]
     write_json(folder / FOLDER / f"rank-{life.rank:05d}.json", asdict(life))
 
 
@@ -68,10 +69,74 @@ def test_a_dead_rank_is_named_by_the_lowest_that_lives(tmp_path: Path) -> None:
     assert len(said) == 1 and f"process {gone.pid}) died at step 42 (draft on micro-batch 0)" in said[0]
 
 
-def test_a_rank_on_a_silent_host_is_dead(tmp_path: Path) -> None:
-    life = Life("launch", 1, "another-host", 1, time=1000.0)
-    assert not life.is_dead(1010.0) and life.is_dead(2000.0)
-    assert not replace(life, ended=True).is_dead(2000.0)
+@dataclass
+class Clocks:
+    """Of this host: the time of day, which can be set, and the seconds that pass."""
+
+    day: float = 1e9
+    passed: float = 0.0
+
+    def time(self) -> float:
+        return self.day
+
+    def monotonic(self) -> float:
+        return self.passed
+
+
+@pytest.fixture
+def clocks(monkeypatch: pytest.MonkeyPatch) -> Clocks:
+    found = Clocks()
+    monkeypatch.setattr(heartbeat, "time", found)
+    return found
+
+
+def test_a_rank_on_a_silent_host_is_dead_whatever_the_clocks_say(tmp_path: Path, clocks: Clocks) -> None:
+    said: list[str] = []
+    beat = watch(tmp_path, 0, 2, said, patience=None)
+    theirs: dict[str, object] = {"rank": 1, "host": "another-host", "time": 5e8, "beats": 0}  # years behind
+    for beats in range(1, 31):
+        clocks.passed += 10
+        clocks.day += 3600  # set forward, again and again
+        other(tmp_path, beat, **{**theirs, "beats": beats})
+        beat._judge()
+    clocks.passed += 80
+    beat._judge()
+    theirs["beats"] = 30
+    other(tmp_path, beat, **theirs, ended=True)
+    clocks.passed += 11
+    beat._judge()
+    assert said == []
+    other(tmp_path, beat, **theirs, step=4, stage="update")
+    with pytest.raises(Ended):
+        beat._judge()
+    assert len(said) == 1 and "rank 1 (host another-host" in said[0] and "died at step 5 (update)" in said[0]
+
+
+def test_a_silence_is_counted_from_the_first_look(tmp_path: Path, clocks: Clocks) -> None:
+    beat = watch(tmp_path, 0, 2, [], patience=None)
+    other(tmp_path, beat, rank=1, host="another-host", time=clocks.day - 1000)
+    clocks.passed += 1000
+    beat._judge()
+    clocks.passed += 91
+    with pytest.raises(Ended):
+        beat._judge()
+
+
+def test_no_rank_hangs_because_a_clock_was_set(tmp_path: Path, clocks: Clocks) -> None:
+    said: list[str] = []
+    beat = watch(tmp_path, 0, 2, said, patience=60.0)
+    other(tmp_path, beat, rank=1, idle_s=1.0, step=-1, beats=1)
+    clocks.day += 10_000
+    beat._judge()
+    assert said == []
+    # A process that is stopped writes no more, and does not get on.
+    clocks.passed += 58
+    other(tmp_path, beat, rank=1, idle_s=1.0, step=-1, beats=2)
+    beat._judge()
+    clocks.passed += 59
+    beat._stopped.set()
+    with pytest.raises(Ended):
+        beat._judge()
 
 
 def test_a_rank_that_spoke_is_not_repeated(tmp_path: Path) -> None:
@@ -86,10 +151,10 @@ def test_a_rank_that_spoke_is_not_repeated(tmp_path: Path) -> None:
 def test_a_straggler_names_itself(tmp_path: Path) -> None:
     said: list[str] = []
     beat = watch(tmp_path, 1, 2, said, patience=60.0)
-    long_ago = time.time() - 100
-    beat.life.step, beat.life.order, beat.life.stage, beat.life.since = 7, 0, "features of micro-batch 0", long_ago
+    beat.at(7, 0, "features of micro-batch 0")
+    beat._moved -= 100
     beat.beat()
-    other(tmp_path, beat, rank=0, order=1, stage="draft on micro-batch 0", since=time.time() - 99)
+    other(tmp_path, beat, rank=0, order=1, stage="draft on micro-batch 0", idle_s=99.0)
     with pytest.raises(Ended):
         beat._judge()
     assert len(said) == 1 and "rank 1" in said[0] and "has not moved for 100 s at step 8 (features" in said[0]
@@ -98,7 +163,7 @@ def test_a_straggler_names_itself(tmp_path: Path) -> None:
 def test_patience_waits_and_other_launches_do_not_count(tmp_path: Path) -> None:
     said: list[str] = []
     beat = watch(tmp_path, 0, 2, said, patience=None)
-    beat.life.since -= 10_000
+    beat._moved -= 10_000
     other(tmp_path, beat, rank=1, launch="an earlier one", failed="long ago")
     beat._judge()
     assert said == []
