@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch
 
 from drafttrain.errors import TargetError, UserError
 from drafttrain.files import read_object
+from drafttrain.modeling.causal_lm import find_body
 from drafttrain.targets import embedded
 from drafttrain.targets.config import TargetConfig
 from drafttrain.targets.identity import TargetIdentity, template_hash, tokenizer_hash, weights_fingerprint
@@ -20,6 +22,9 @@ from drafttrain.targets.quantised import check_quantisation, check_scales
 from drafttrain.targets.quiet import no_bars
 
 _WEIGHTS = ("*.safetensors", "*.bin", "*.gguf")
+_IN_LAYER = re.compile(r"(?P<list>\D+)\.(?P<index>\d+)\.")
+_PREDICTOR = ".eh_proj."
+"""In layers behind the model's own, with which DeepSeek and GLM predict further tokens."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +55,7 @@ def load_target(
         blocks: whether to load them, too; without, the model is embedding, final norm and head.
 
     Raises:
-        TargetError: not found, unreadable, an unsupported architecture, quantised weights that contradict the config,
+        TargetError: not found, unreadable, an unsupported architecture, weights that contradict the config,
             remote code without leave, or a forward that is not finite.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -74,6 +79,7 @@ def load_target(
             loaded: Any = AutoModelForCausalLM.from_pretrained(place.source, output_loading_info=True, **options)
             hf, found = loaded
             _require_all(found, place)
+            _require_no_further(found, hf, int(hf.config.get_text_config().num_hidden_layers), place)
             check_scales(found["unexpected_keys"], place.source)
             return hf
         return _without_blocks(AutoConfig.from_pretrained(place.source, **_common(config, place)), place, options)
@@ -102,6 +108,30 @@ def _require_all(found: dict[str, Any], place: _Place) -> None:
         )
 
 
+def _require_no_further(found: dict[str, Any], hf: Any, n_layers: int, place: _Place) -> None:
+    """Refuse a config that says fewer layers than the weights hold: transformers runs the shorter model."""
+    body = find_body(hf)
+    ours = next(name for name, module in hf.named_modules() if module is body.layers)
+    held = n_layers
+    predictors: set[int] = set()
+    for name in found["unexpected_keys"]:
+        match = _IN_LAYER.match(name)
+        # A checkpoint of the body alone has names without the body's own.
+        if match is None or not f".{ours}".endswith(f".{match['list']}"):
+            continue
+        held = max(held, int(match["index"]) + 1)
+        if _PREDICTOR in name:
+            predictors.add(int(match["index"]))
+    while held - 1 in predictors:
+        held -= 1
+    if held > n_layers:
+        raise TargetError(
+            f"num_hidden_layers is {n_layers}, and its weights hold {held} layers: the rest would be left out",
+            where=f"{place.source}/{place.gguf_file or 'config.json'}",
+            remedy=f"set it to {held}, or save the shorter model as a checkpoint of its own (save_pretrained)",
+        )
+
+
 def _without_blocks(config: Any, place: _Place, options: dict[str, Any]) -> Any:
     """The model with no blocks, and a config that says how many there are; their weights are not read."""
     from transformers import AutoModelForCausalLM
@@ -121,6 +151,7 @@ def _without_blocks(config: Any, place: _Place, options: dict[str, Any]) -> Any:
     loaded: Any = AutoModelForCausalLM.from_pretrained(place.source, **options)
     hf, found = loaded
     _require_all(found, place)
+    _require_no_further(found, hf, int(true["num_hidden_layers"]), place)
     for name, value in true.items():
         setattr(hf.config.get_text_config(), name, value)
     return hf

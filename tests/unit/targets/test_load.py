@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 from drafttrain.errors import TargetError
 from drafttrain.targets.config import TargetConfig
@@ -138,6 +139,40 @@ def test_a_generation_config_that_says_no_ids(tmp_path: Path, text: str, words: 
     for load in (load_target, load_stop_ids):
         with pytest.raises(TargetError, match=words):
             load(_config(folder))
+
+
+@pytest.mark.parametrize("kind", ["llama", "phi", "gemma3"])
+def test_a_config_that_says_fewer_layers_than_the_weights_hold(tmp_path: Path, kind: str) -> None:
+    """Transformers runs the shorter model. One that is saved so is a model of its own."""
+    folder = _save(tmp_path / "target", kind)
+    values = json.loads((folder / "config.json").read_text())
+    shorter = {**values, "num_hidden_layers": 2}
+    if values.get("layer_types"):
+        shorter["layer_types"] = values["layer_types"][:2]
+    (folder / "config.json").write_text(json.dumps(shorter))
+    for load in (load_target, load_ends):
+        with pytest.raises(TargetError, match="num_hidden_layers is 2, and its weights hold 4 layers") as caught:
+            load(_config(folder))
+        assert caught.value.where == str(folder / "config.json") and "set it to 4" in str(caught.value)
+    AutoModelForCausalLM.from_pretrained(folder).save_pretrained(tmp_path / "shorter")
+    chat_tokenizer("chatml").save_pretrained(tmp_path / "shorter")
+    assert load_target(_config(tmp_path / "shorter")).n_layers == 2
+
+
+def test_weights_of_a_body_alone_and_of_layers_that_are_none_of_the_models(tmp_path: Path) -> None:
+    folder = _save(tmp_path / "target", "llama-tied")
+    weights = folder / "model.safetensors"
+    tensors = {name.removeprefix("model."): tensor for name, tensor in load_file(weights).items()}
+    # As DeepSeek V3 has its multi-token prediction: behind the last layer.
+    further = {name.replace("layers.3", "layers.4"): x.clone() for name, x in tensors.items() if "layers.3" in name}
+    further["layers.4.eh_proj.weight"] = torch.zeros(32, 64)
+    tower = {"vision_tower.layers.9.weight": torch.zeros(2, 2)}
+    save_file({**tensors, **further, **tower}, weights, metadata={"format": "pt"})
+    assert load_target(_config(folder)).n_layers == 4
+    del further["layers.4.eh_proj.weight"]
+    save_file({**tensors, **further, **tower}, weights, metadata={"format": "pt"})
+    with pytest.raises(TargetError, match="num_hidden_layers is 4, and its weights hold 5 layers"):
+        load_target(_config(folder))
 
 
 def test_a_config_of_another_size(tmp_path: Path) -> None:
