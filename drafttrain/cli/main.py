@@ -5,11 +5,9 @@ from __future__ import annotations
 import argparse
 import errno
 import io
-import os
-import select
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
 
@@ -32,6 +30,7 @@ from drafttrain.cli import (
     train,
 )
 from drafttrain.cli.once import shown_by_another_rank
+from drafttrain.cli.output import UNREAD, flushed, is_unread
 from drafttrain.cli.parser import CommandParser
 from drafttrain.errors import AlreadyReported, UserError
 from drafttrain.files import CACHE_REMEDY, cache_dir
@@ -56,7 +55,6 @@ COMMANDS: tuple[ModuleType, ...] = (
     pull,
 )
 
-_UNREAD = 128 + 13  # as a program that SIGPIPE ends
 _FULL = "free some space and run the same command again: what was written before is whole"
 _CLOSED = "change its permissions, or choose another folder"
 _IN_THE_WAY = "move away what is there, or choose another path"
@@ -99,7 +97,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             # A terminal or log of another encoding than UTF-8 must not end a run over one character.
             stream.reconfigure(errors="backslashreplace")
     try:
-        with _flushed():
+        with flushed():
             parsed = build_parser().parse_args(arguments)
             return int(parsed.run(parsed) or 0)
     except AlreadyReported:
@@ -110,48 +108,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
-    except SystemExit as error:
-        # rich makes one of a broken pipe, and has closed standard output then.
-        if isinstance(error.__context__, BrokenPipeError):
-            return _UNREAD
-        raise
-    except BrokenPipeError:
-        if _unread():  # other programs break pipes, too
-            return _UNREAD
+    except (SystemExit, BrokenPipeError) as error:
+        if is_unread(error):
+            return UNREAD
         raise
     except OSError as error:
         if error.errno not in _REMEDIES:
             raise
         _print_error(UserError(str(error.strerror), where=error.filename, remedy=_remedy(error)))
         return 2
-
-
-@contextmanager
-def _flushed() -> Iterator[None]:
-    """Have what was printed reach its reader, or fail, here and not when the interpreter ends."""
-    try:
-        yield
-    except SystemExit:  # of --help
-        _flush()
-        raise
-    _flush()
-
-
-def _flush() -> None:
-    if sys.stdout is not None:
-        sys.stdout.flush()
-
-
-def _unread() -> bool:
-    """Whether the reader of standard output (`| head`) has gone; the interpreter does not complain of it at its end."""
-    with suppress(OSError, ValueError, AttributeError):
-        output = sys.stdout.fileno()
-        poll = select.poll()
-        poll.register(output, 0)
-        if poll.poll(0):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), output)
-            return True
-    return False
 
 
 def _remedy(error: OSError) -> str:

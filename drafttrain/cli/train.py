@@ -33,7 +33,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Train; 0 when finished, 143 when a signal stopped it after saving."""
     recipe = recipe_of(arguments)
 
-    from drafttrain.training.progress import lasting_console
+    from drafttrain.cli.output import lasting_console
     from drafttrain.training.run import resume_from, train_recipe
 
     result = train_recipe(recipe, resume_from(arguments.resume), lasting_console())

@@ -3,52 +3,12 @@
 from __future__ import annotations
 
 import math
-import os
-import sys
 import time
-from collections.abc import Callable
-from contextlib import suppress
 from datetime import timedelta
-from typing import IO, Any, cast
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-
-class _Lasting:
-    """A stream that goes silent once it cannot be written to: its reader has gone, its terminal was closed."""
-
-    def __init__(self, stream: IO[str]) -> None:
-        self._stream, self._gone = stream, False
-
-    def write(self, text: str) -> int:
-        """As of a stream; what cannot be written is lost."""
-        self._do(lambda: self._stream.write(text))
-        return len(text)
-
-    def flush(self) -> None:
-        """As of a stream."""
-        self._do(self._stream.flush)
-
-    def _do(self, work: Callable[[], Any]) -> None:
-        if self._gone:
-            return
-        try:
-            work()
-        except OSError:
-            self._gone = True
-            with suppress(OSError, ValueError):
-                # What lies in its buffer would fail again at exit.
-                os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
-
-
-def lasting_console() -> Console:
-    """A console on standard output for hours of work, which goes on when nobody can see it any more."""
-    # Without a standard output rich writes nowhere.
-    return Console(file=None if sys.stdout is None else cast(IO[str], _Lasting(sys.stdout)))
 
 
 class ProgressLine:

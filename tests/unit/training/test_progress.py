@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from drafttrain.cli.output import lasting_console
 from drafttrain.errors import UserError
 from drafttrain.recipe.training_config import TrackingConfig
 from drafttrain.training.callbacks import require_tracker
 from drafttrain.training.metrics import MetricsLog
-from drafttrain.training.progress import ConsoleReporter, ProgressLine, lasting_console
+from drafttrain.training.progress import ConsoleReporter, ProgressLine
 
 TRAIN: dict[str, Any] = {
     "dropped": 0,
