@@ -42,7 +42,7 @@ class CommandParser(argparse.ArgumentParser):
         return kept + words[end:], overrides
 
     def _wants_value(self, word: str) -> bool:
-        if not word.startswith("-") or "=" in word:
+        if not word.startswith("-") or "=" in word:  # --option=value has its value
             return False
         options = self._option_string_actions
         # argparse takes the beginning of an option for it.
