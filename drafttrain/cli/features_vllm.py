@@ -30,6 +30,7 @@ def run(arguments: argparse.Namespace) -> int:
     from drafttrain.drafters.saving import draft_shape
     from drafttrain.errors import RecipeError
     from drafttrain.features.vllm_serve import command_line, serve_command, state_ids
+    from drafttrain.recipe.servers import longest_for_vllm
     from drafttrain.targets.load import load_text_config
 
     features, start = recipe.features, recipe.drafter.warm_start
@@ -40,6 +41,7 @@ def run(arguments: argparse.Namespace) -> int:
             remedy="add features.source=vllm 'features.urls=[\"http://127.0.0.1:8000\"]' "
             "features.exchange=/dev/shm/states",
         )
+    longest = longest_for_vllm(recipe)
     text = load_text_config(recipe.target)
     try:
         drafter = None if start is None else draft_shape(recipe.drafter, start)
@@ -47,7 +49,6 @@ def run(arguments: argparse.Namespace) -> int:
     except ValueError as error:
         raise RecipeError(str(error), where="drafter") from None
     ids = state_ids(drafter.feature_spec, int(text.num_hidden_layers))
-    longest = min(recipe.data.max_length + 1, int(getattr(text, "max_position_embeddings", 0) or 2**31))
     console = Console()
     for url in features.urls:
         words = serve_command(recipe.target, features, ids, longest, url)

@@ -9,9 +9,10 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import httpx
 import torch
@@ -99,6 +100,9 @@ class FeatureClient(ABC):
         FeatureServerError: a server that is not there, refuses the token, or does not serve what is wanted.
     """
 
+    door: ClassVar[str]
+    """Path under which a server says what it serves."""
+
     def __init__(self, config: FeaturesConfig, token: str | None, wanted: Wanted, *, requests: int = 1) -> None:
         self.taps = taps_with_final(wanted.spec)
         self.target_s = 0.0
@@ -107,18 +111,23 @@ class FeatureClient(ABC):
         self._wait, self._urls = config.on_loss == "wait", [self._base(url) for url in config.urls]
         self._known = KnownTokens()
         self._closed, self._hurry = threading.Event(), threading.Event()
-        self._http = httpx.Client(
-            headers={} if token is None else {"Authorization": f"Bearer {token}"},
-            timeout=httpx.Timeout(config.timeout_s, connect=10.0),
-            # Idle connections are let go before a server does it (vLLM: after 5 s), not at the same time.
-            limits=httpx.Limits(max_keepalive_connections=requests * len(self._urls), keepalive_expiry=2.0),
-            # Proxies of the environment are for the internet, servers of features stand in the next room.
-            trust_env=False,
-        )
+        self._http = _http(config, token, requests)
         self._threads = requests * len(self._urls)
         self._pool = ThreadPoolExecutor(self._threads, thread_name_prefix="features")
         for url in self._urls:
             self._patiently([url], self._greet)
+
+    @classmethod
+    def knock(cls, config: FeaturesConfig, token: str | None) -> None:
+        """Find out whether the servers that are there take the token; nothing is asked of them.
+
+        Raises:
+            FeatureServerError: one that does not, or is of another kind.
+        """
+        with _http(config, token) as http:
+            for url in map(cls._base, config.urls):
+                with suppress(Lost, Busy):
+                    cls._checked(url, _call(http, "GET", url + cls.door))
 
     @abstractmethod
     def _greet(self, url: str) -> None:
@@ -142,7 +151,18 @@ class FeatureClient(ABC):
     def _deal(self, samples: list[Sample]) -> list[list[Sample]]:
         """Samples in shares, one a request."""
 
-    def _base(self, url: str) -> str:
+    @staticmethod
+    @abstractmethod
+    def _checked(url: str, reply: httpx.Response) -> Any:
+        """An answer, in whatever form, that is none of an error.
+
+        Raises:
+            FeatureServerError, DataError: one that asking again does not mend.
+            Lost, Busy: see there.
+        """
+
+    @staticmethod
+    def _base(url: str) -> str:
         """The url that paths are appended to."""
         return url.rstrip("/")
 
@@ -294,10 +314,25 @@ class FeatureClient(ABC):
 
     def _call(self, method: str, url: str, **body: Any) -> httpx.Response:
         """The answer to a request, of whatever status; `body` is `content` or `json`, as httpx takes it."""
-        try:
-            return self._http.request(method, url, **body)
-        except httpx.TransportError as error:
-            raise Lost(f"{type(error).__name__}: {error}" if str(error) else type(error).__name__) from None
+        return _call(self._http, method, url, **body)
+
+
+def _http(config: FeaturesConfig, token: str | None, requests: int = 1) -> httpx.Client:
+    return httpx.Client(
+        headers={} if token is None else {"Authorization": f"Bearer {token}"},
+        timeout=httpx.Timeout(config.timeout_s, connect=10.0),
+        # Idle connections are let go before a server does it (vLLM: after 5 s), not at the same time.
+        limits=httpx.Limits(max_keepalive_connections=requests * len(config.urls), keepalive_expiry=2.0),
+        # Proxies of the environment are for the internet, servers of features stand in the next room.
+        trust_env=False,
+    )
+
+
+def _call(http: httpx.Client, method: str, url: str, **body: Any) -> httpx.Response:
+    try:
+        return http.request(method, url, **body)
+    except httpx.TransportError as error:
+        raise Lost(f"{type(error).__name__}: {error}" if str(error) else type(error).__name__) from None
 
 
 def refused(url: str, status: int, what: str, remedy: str | None = None) -> FeatureServerError | Lost:

@@ -18,11 +18,12 @@ from drafttrain.targets.identity import TargetIdentity
 class StreamedFeatures(FeatureClient):
     """Asks servers that `drafttrain features serve` started; a request carries several documents."""
 
+    door = TARGET_PATH
     _request_tokens = 2**62
     """Of the largest request that every server takes; each says so when it is greeted."""
 
     def _greet(self, url: str) -> None:
-        found: dict[str, Any] = self._checked(url, self._call("GET", url + TARGET_PATH)).json()
+        found: dict[str, Any] = self._checked(url, self._call("GET", url + self.door)).json()
         if found.get("protocol") != PROTOCOL:
             raise FeatureServerError(f"speaks protocol {found.get('protocol')}, not {PROTOCOL}", where=url)
         theirs, wanted = TargetIdentity.from_dict(found["target"]), self._wanted
@@ -64,7 +65,8 @@ class StreamedFeatures(FeatureClient):
             )
         return _documents(url, request, answer)
 
-    def _checked(self, url: str, reply: httpx.Response) -> httpx.Response:
+    @staticmethod
+    def _checked(url: str, reply: httpx.Response) -> httpx.Response:
         if reply.status_code == 200:
             return reply
         try:

@@ -25,7 +25,7 @@ from drafttrain.features.vllm_serve import served_name, state_ids
 from drafttrain.modeling.taps import Tap, vllm_id
 from drafttrain.targets.model import TargetModel
 
-_MODELS, _COMPLETIONS = "/v1/models", "/v1/completions"
+_COMPLETIONS = "/v1/completions"
 _COMMAND = "start it with the command that `drafttrain features vllm RECIPE` prints"
 _NEAR = 0.1
 """How far, as a share of what lies between best and mean logit, roundings may put the server's token behind ours."""
@@ -45,6 +45,8 @@ class VllmFeatures(FeatureClient):
     Raises:
         FeatureServerError: see `FeatureClient`; also no folder for the states.
     """
+
+    door = "/v1/models"
 
     def __init__(
         self,
@@ -72,11 +74,12 @@ class VllmFeatures(FeatureClient):
         super().close()
         self._exchange.sweep(self._prefix)
 
-    def _base(self, url: str) -> str:
-        return super()._base(url).removesuffix("/v1")
+    @staticmethod
+    def _base(url: str) -> str:
+        return FeatureClient._base(url).removesuffix("/v1")
 
     def _greet(self, url: str) -> None:
-        listed = self._checked(url, self._call("GET", url + _MODELS))
+        listed = self._checked(url, self._call("GET", url + self.door))
         try:
             served = {str(card["id"]): card.get("max_model_len") for card in listed["data"]}
         except (KeyError, TypeError, AttributeError):
@@ -179,7 +182,8 @@ class VllmFeatures(FeatureClient):
             remedy=f"it runs another target than the recipe's, or gave another state: {_COMMAND}",
         )
 
-    def _checked(self, url: str, reply: httpx.Response) -> dict[str, Any]:
+    @staticmethod
+    def _checked(url: str, reply: httpx.Response) -> dict[str, Any]:
         """The JSON of an answer that is one."""
         try:
             said = reply.json()

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from drafttrain.errors import TargetError
+from drafttrain.errors import RecipeError, TargetError
 from drafttrain.features.config import FeaturesConfig
 from drafttrain.modeling.taps import FeatureSpec, Tap, vllm_id
 from drafttrain.targets.config import TargetConfig
@@ -26,6 +26,25 @@ def served_name(model: str, ids: Iterable[int]) -> str:
     return f"{Path(model).name}-states-{'-'.join(map(str, ids))}"
 
 
+def max_model_len(longest: int, positions: int | None) -> int:
+    """Tokens of the longest document, and one more: the token that every request has to ask for.
+
+    Args:
+        positions: of the target (`max_position_embeddings`), behind which vLLM does not go; None where it does not say.
+
+    Raises:
+        RecipeError: documents that leave no room for that token.
+    """
+    if positions is not None and longest >= positions:
+        raise RecipeError(
+            f"documents may be as long as the target's context, {positions} tokens: vLLM has no room for the one token "
+            "more that every request has to ask for",
+            where="data.max_length",
+            remedy=f"cut them one earlier: data.max_length={positions - 1}",
+        )
+    return longest + 1
+
+
 def serve_command(
     target: TargetConfig, features: FeaturesConfig, ids: Iterable[int], max_length: int, url: str
 ) -> list[str]:
@@ -33,7 +52,7 @@ def serve_command(
 
     Args:
         ids: of `state_ids`.
-        max_length: tokens of the longest document, and one more: the token that every request has to ask for.
+        max_length: of `max_model_len`.
 
     Raises:
         TargetError: a GGUF file.

@@ -33,15 +33,11 @@ from drafttrain.drafters.lora import add_lora
 from drafttrain.drafters.saving import check_target, warm_start
 from drafttrain.errors import RecipeError, StoreError, TargetError, UserError
 from drafttrain.features.building import build_store, holds, identity_of, open_store, spot_check
-from drafttrain.features.client import FeatureClient, Wanted
 from drafttrain.features.hybrid import HybridFeatures
 from drafttrain.features.lock import WHOLE, Part
 from drafttrain.features.recording import StateKeeper
 from drafttrain.features.sources import FeatureSource, OnlineFeatures, StoredFeatures
 from drafttrain.features.store import StoreIdentity
-from drafttrain.features.stream import StreamedFeatures
-from drafttrain.features.vllm import VllmFeatures
-from drafttrain.features.wire import find_token, given_token
 from drafttrain.losses.objective import Objective
 from drafttrain.modeling.taps import FeatureSpec
 from drafttrain.modeling.vocab_map import VocabMap
@@ -49,6 +45,7 @@ from drafttrain.recipe.conversations import InProcess, data_hashes, prepare_conv
 from drafttrain.recipe.load import save_recipe
 from drafttrain.recipe.provenance import collect_provenance, record_provenance
 from drafttrain.recipe.schema import Recipe
+from drafttrain.recipe.servers import ask_servers, check_servers
 from drafttrain.targets.config import TargetConfig
 from drafttrain.targets.ends import load_ends
 from drafttrain.targets.load import load_target
@@ -207,6 +204,7 @@ def prepare_store(recipe: Recipe, report: Reporter) -> StoreParts:
     Raises:
         UserError: whatever a stage cannot use.
     """
+    check_servers(recipe)
     ends = recipe.features.urls and recipe.target.placement == "elsewhere"
     target = prepare_target(recipe, report, load_ends if ends else load_target)
     chat = _prepare_chat(recipe, target)
@@ -371,30 +369,7 @@ def open_features(recipe: Recipe, parts: RunParts, report: Reporter, part: Part 
         if target.runs:
             spot_check(reader, target, samples)
         return StoredFeatures(reader, config.workers)
-    return _ask_servers(recipe, spec, target, samples, report, want_top1=want_top1)
-
-
-def _ask_servers(
-    recipe: Recipe,
-    spec: FeatureSpec,
-    target: TargetModel,
-    samples: Sequence[Sample],
-    report: Reporter,
-    *,
-    want_top1: bool = True,
-) -> FeatureClient:
-    """A client of the servers that the recipe names, after it has compared them with the target."""
-    config = recipe.features
-    wanted = Wanted(spec, target.identity, recipe.target.dtype, top1=want_top1, say=report.say)
-    if config.exchange is not None:
-        longest, token = int(lengths_of(samples).max()), given_token(config.token_file)
-        vllm = VllmFeatures(config, token, wanted, target=target, model=recipe.target.model, longest=longest)
-        vllm.spot_check(target, samples)
-        return vllm
-    streamed = StreamedFeatures(config, find_token(config.token_file)[0], wanted)
-    if target.runs:
-        streamed.spot_check(target, samples)
-    return streamed
+    return ask_servers(recipe, spec, target, samples, report.say, want_top1=want_top1)
 
 
 def build_features(
@@ -426,7 +401,7 @@ def build_features(
     build = partial(build_store, path, identity, target, samples, recipe.features, progress, part)
     if recipe.features.urls:
         spec = FeatureSpec.of(identity.taps)
-        with closing(_ask_servers(recipe, spec, target, samples, report)) as servers:
+        with closing(ask_servers(recipe, spec, target, samples, report.say)) as servers:
             complete = build(servers.captured)
     else:
         complete = build()

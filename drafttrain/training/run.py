@@ -25,6 +25,7 @@ from drafttrain.recipe.history import changes, check_changes, earlier_name, keep
 from drafttrain.recipe.load import RESOLVED
 from drafttrain.recipe.provenance import collect_provenance, record_provenance, versions
 from drafttrain.recipe.schema import Recipe
+from drafttrain.recipe.servers import check_servers
 from drafttrain.targets.ends import load_ends
 from drafttrain.targets.load import load_target, resolve_device
 from drafttrain.training.acceptance import EngineMeasurement
@@ -94,6 +95,7 @@ def train_recipe(recipe: Recipe, resume: Resume, console: Console) -> TrainResul
     accelerator = make_accelerator(launch, recipe.training.clip_norm)
     ranks = Ranks(accelerator)
     if recipe.training.compile:
+        # Models that the engine compiles, too, ask for it themselves; here it is asked before hours of data.
         ranks.together(lambda: require_compiler(accelerator.device))
     ranks.together(lambda: _require_one_device(recipe, accelerator.device))
     ranks.agree("the recipe", recipe.model_dump(mode="json"), "start every rank with the same recipe and overrides")
@@ -121,6 +123,7 @@ def _train(run: _Run) -> TrainResult:
     recipe, ranks, report = run.recipe, run.ranks, run.report
     order = order_of(recipe.training, recipe.training_seed)
     _refuse_another_run(run, order)
+    ranks.together(lambda: check_servers(recipe))
     parts = _build(run)
     ranks.agree(
         "the data",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import signal
+import threading
 import time
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,6 +16,9 @@ from safetensors import safe_open
 
 from drafttrain.drafters.saving import load_draft
 from drafttrain.features.reader import StoreReader
+from drafttrain.features.server import FeatureServer
+from drafttrain.targets.config import TargetConfig
+from drafttrain.targets.load import load_target
 from tests.launching import ROOT, finish, start_ranks
 from tests.tiny_world import environment, make_world, metrics, recipe, train
 
@@ -134,6 +138,27 @@ def test_ranks_that_read_other_data_stop_with_one_error(world: Path) -> None:
     said = one_line("".join(output for _, output in ends))
     assert said.count("the ranks disagree on the data") == 1 and "samples is" in said and "Traceback" not in said
     assert not (run / "checkpoints").exists()
+
+
+def test_a_token_that_one_rank_lacks_stops_all_before_data(world: Path) -> None:
+    here, there = world / "token-0", world / "token-1"
+    for folder, token in ((here, "secret"), (there, "guessed")):
+        folder.mkdir()
+        (folder / "token").write_text(token)
+    server = FeatureServer(load_target(TargetConfig(model=str(world / "target"), dtype="float32")), "secret")
+    thread = threading.Thread(target=server.serve)
+    thread.start()
+    features = {"source": "stream", "urls": [server.url], "token_file": "token"}
+    path = recipe(world, world / "token", features=features, evaluation=QUIET)
+    try:
+        ends = finish(start(world, path, cwd=here, own_cwd={1: there}))
+    finally:
+        server.stop()
+        thread.join()
+    assert [status for status, _ in ends] == [2, 2]
+    said = one_line("".join(output for _, output in ends))
+    assert said.count(f"rank 1: {server.url}: wrong or missing token") == said.count("error: ") == 1
+    assert "loading the target" not in said and not (world / "token/data").exists()
 
 
 def test_a_mistake_is_one_error_and_not_one_a_rank(world: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -193,7 +194,36 @@ def test_a_run_and_a_store_take_features_from_vllm(
     assert list((tmp_path / "x").iterdir()) == []
 
 
-def test_the_command_for_vllm(world: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("kind", ["stream", "vllm"])
+def test_a_wrong_token_is_found_before_data(
+    world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], kind: str
+) -> None:
+    """A server that is not there yet is asked when features are wanted."""
+    monkeypatch.setenv(TOKEN_VARIABLE, "guessed")
+    recipe, exchange, run = str(world / "tiny.yaml"), tmp_path / "x", tmp_path / "run"
+    target = load_target(load_recipe(recipe).target)
+    words = [f"output_dir={run}", "data.answers={source: target, max_new_tokens: 2}"]
+    words += [f"features.source={kind}", *([f"features.exchange={exchange}"] if kind == "vllm" else [])]
+    with ExitStack() as open_:
+        if kind == "vllm":
+            states = open_.enter_context(serving(StatesServer(target, exchange, (1, 2, 3, 4), str(world / "target"))))
+            states.key, url = "secret", states.url
+        else:
+            server = FeatureServer(target, "secret")
+            thread = threading.Thread(target=server.serve)
+            thread.start()
+            open_.callback(thread.join)
+            open_.callback(server.stop)
+            url = server.url
+        assert main(["train", recipe, *words, f"features.urls=[http://127.0.0.1:9, {url}]"]) == 2
+        caught = capsys.readouterr()
+        assert caught.err.startswith(f"error: {url}: ") and "features.token_file" in caught.err
+        assert "loading" not in caught.out and not (run / "data").exists()
+    assert main(["train", recipe, *words, f"features.urls=[{url}]", "features.timeout_s=1"]) == 2
+    assert "no feature server answers" in capsys.readouterr().err and (run / "data/answers.jsonl").exists()
+
+
+def test_the_command_for_vllm(world: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     recipe = str(world / "tiny.yaml")
     words = ["features.source=vllm", "features.urls=[http://127.0.0.1:8000]", "features.exchange=/dev/shm/x"]
     assert main(["features", "vllm", recipe, *words]) == 0
@@ -202,10 +232,17 @@ def test_the_command_for_vllm(world: Path, capsys: pytest.CaptureFixture[str]) -
         f"vllm serve {(world / 'target').resolve()} \\\n    --served-model-name target-states-1-2-3-4 "
     )
     assert '"eagle_aux_hidden_state_layer_ids": [1, 2, 3, 4]' in out and "--max-model-len 101 " in out
-    assert main(["features", "vllm", recipe, *words, "drafter.taps=[pre_norm, 0]", "data.max_length=160"]) == 0
+    assert main(["features", "vllm", recipe, *words, "drafter.taps=[pre_norm, 0]", "data.max_length=159"]) == 0
     out = capsys.readouterr().out
     # No more than the target's context.
     assert '"eagle_aux_hidden_state_layer_ids": [0, 4]' in out and "--max-model-len 160 " in out
+    # Each request asks for one token behind its document.
+    for command in (["features", "vllm"], ["features", "build"], ["train"]):
+        own = [f"output_dir={tmp_path / 'run'}", "features.source=offline", *words[1:]]
+        assert main([*command, recipe, *own, "data.max_length=200"]) == 2
+        said = " ".join(capsys.readouterr().err.split())
+        assert said.startswith("error: data.max_length: documents may be as long as the target's context, 160 tokens")
+        assert said.endswith("data.max_length=159")
     assert main(["features", "vllm", recipe]) == 2
     assert "features.exchange: there is none (features.source is 'offline')" in capsys.readouterr().err
 
