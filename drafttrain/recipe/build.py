@@ -204,7 +204,7 @@ def prepare_store(recipe: Recipe, report: Reporter) -> StoreParts:
     Raises:
         UserError: whatever a stage cannot use.
     """
-    check_servers(recipe)
+    check_servers(recipe, store_path(recipe))
     ends = recipe.features.urls and recipe.target.placement == "elsewhere"
     target = prepare_target(recipe, report, load_ends if ends else load_target)
     chat = _prepare_chat(recipe, target)

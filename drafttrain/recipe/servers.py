@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
 
 from drafttrain.corpus.samples import lengths_of
 from drafttrain.corpus.types import Sample
+from drafttrain.errors import StoreError
 from drafttrain.features.client import FeatureClient, Wanted
+from drafttrain.features.store import read_manifest
 from drafttrain.features.stream import StreamedFeatures
 from drafttrain.features.vllm import VllmFeatures
 from drafttrain.features.vllm_serve import max_model_len
@@ -18,13 +22,19 @@ from drafttrain.targets.load import load_text_config
 from drafttrain.targets.model import TargetModel
 
 
-def check_servers(recipe: Recipe) -> None:
+def check_servers(recipe: Recipe, store: Path) -> None:
     """Refuse what would else be found behind hours of answers. A server that is not there yet may come meanwhile.
+
+    Args:
+        store: of the recipe, if it has one; nobody is asked for what a complete one holds.
 
     Raises:
         UserError: no token, or one that a server does not take; documents for which vLLM would have no room.
     """
     config = recipe.features
+    with suppress(StoreError):
+        if config.stores and read_manifest(store).complete:
+            return
     if config.exchange is not None:
         longest_for_vllm(recipe)
         VllmFeatures.knock(config, given_token(config.token_file))

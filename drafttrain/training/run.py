@@ -20,7 +20,7 @@ from drafttrain.features.lock import Part
 from drafttrain.features.sources import FeatureSource
 from drafttrain.files import exclusive
 from drafttrain.modeling.compiled import require_compiler
-from drafttrain.recipe.build import RunParts, build_run, open_features, write_features
+from drafttrain.recipe.build import RunParts, build_run, open_features, store_path, write_features
 from drafttrain.recipe.history import changes, check_changes, earlier_name, keep_recipe
 from drafttrain.recipe.load import RESOLVED
 from drafttrain.recipe.provenance import collect_provenance, record_provenance, versions
@@ -123,7 +123,7 @@ def _train(run: _Run) -> TrainResult:
     recipe, ranks, report = run.recipe, run.ranks, run.report
     order = order_of(recipe.training, recipe.training_seed)
     _refuse_another_run(run, order)
-    ranks.together(lambda: check_servers(recipe))
+    ranks.together(lambda: check_servers(recipe, store_path(recipe)))
     parts = _build(run)
     ranks.agree(
         "the data",

@@ -157,6 +157,9 @@ def test_a_run_trains_on_every_source(world: Path, tmp_path: Path, monkeypatch: 
         assert main(["train", str(world / "tiny.yaml"), "training.batch_rows=1", "training.epochs=2", *words]) == 0
     server.stop()
     thread.join()
+    # A complete store needs no servers, nor their token.
+    monkeypatch.delenv(TOKEN_VARIABLE)
+    assert main(["features", "build", str(world / "tiny.yaml"), *sources["offline"][:3], sources["stream"][1]]) == 0
     assert server.served > 0
     assert StoreReader(tmp_path / "store").complete
     online = curve(tmp_path / "online")
