@@ -398,7 +398,7 @@ class _Measurement:
     def _memory(self, name: str) -> Memory:
         """What an engine holds beyond the plain one's; of that one, the target and its cache."""
         engine, plain = self.engines[name], self.engines[BASELINE]
-        rows, length = plain.max_batch, plain.max_length
+        rows, length = plain.max_batch, plain.cache.length
         if engine.proposer is None:
             weights = sum(p.numel() * p.element_size() for p in self.target.parameters())
             return Memory(weights, plain.cache.bytes(), rows, length)
