@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from drafttrain.modeling.causal_lm import CausalLM
 from drafttrain.modeling.head import Head
 from drafttrain.ops.packed_linear import PackedWeight, linear, pack, pack_linears
+from drafttrain.ops.packed_linear.dispatch import linear_add
 from tests.support import tiny_hf, tiny_target
 
 needs_onednn = pytest.mark.skipif(pack(torch.eye(16)) is None, reason="this torch has no oneDNN: F.linear is used")
@@ -35,6 +36,23 @@ def test_equals_reference(dtype: torch.dtype, bias: bool, rows: tuple[int, ...])
         with torch.inference_mode():
             got = linear(x, packed, offset)
         torch.testing.assert_close(got, expected, atol=TOLERANCE[dtype] * float(expected.abs().max()), rtol=0)
+
+
+@needs_onednn
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("inside", [576, 3000])
+def test_a_row_alone_is_summed_as_among_others(dtype: torch.dtype, inside: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    packed = pack(torch.randn(300, inside, generator=generator).to(dtype))
+    assert packed is not None
+    x = torch.randn(40, inside, generator=generator).to(dtype)
+    residual = torch.randn(40, 300, generator=generator).to(dtype)
+    with torch.inference_mode():
+        together, added = linear(x, packed), linear_add(x, packed, None, residual)
+        for i in range(len(x)):
+            own, its = x[i].view(1, 1, -1), residual[i].view(1, 1, -1)
+            assert torch.equal(linear(own, packed), together[i].view(1, 1, -1))
+            assert torch.equal(linear_add(own, packed, None, its), added[i].view(1, 1, -1))
 
 
 def test_where_it_cannot_pack_it_says_so() -> None:
