@@ -18,7 +18,7 @@ from transformers import Cache
 
 from drafttrain.modeling.attention import attend
 from drafttrain.ops.backend import use_triton
-from drafttrain.ops.decode_attention import MOST, keys_for
+from drafttrain.ops.decode_attention import fits, keys_for
 from drafttrain.ops.kv_compact import kv_compact
 from drafttrain.ops.tree_attention import MAX_TAIL, pack
 
@@ -101,7 +101,7 @@ class StaticKVCache(Cache):
         self._announce(self.lengths[first_row : first_row + n_rows], n_new, tail_mask, first_row, offset)
         # As many as `decode_attention` takes, where there are so many.
         keys = keys_for(longest)
-        self._masked = self.device.type == "cpu" and keys <= self.length and n_rows * n_new * keys <= MOST
+        self._masked = self.device.type == "cpu" and keys <= self.length and fits(n_rows, n_new, keys)
         self._visible = keys if self._masked else longest
         if bool((lengths == lengths[0]).all()):
             self._slots = None

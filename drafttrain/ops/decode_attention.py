@@ -15,8 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-MOST = 2**20
-"""Entries of a mask at most: a prompt of 1,024 tokens, say. Longer ones take torch's causal kernel."""
+# Entries of a mask at most, of a row and in all: a prompt of 1,024 tokens. Longer ones take the causal kernel, which
+# leaves half of the products out.
+_MOST_OF_ROW, _MOST = 2**20, 2**23
 
 # The kernel reads keys by 512. Of what is left, sums over these many go the same way as far as they go.
 _READ = 512
@@ -32,13 +33,19 @@ def keys_for(length: int) -> int:
     return whole + next(size for size in _REST if size >= length - whole)
 
 
+def fits(rows: int, n_new: int, keys: int) -> bool:
+    """Whether a mask of this size is small enough."""
+    entries = n_new * keys
+    return entries <= _MOST_OF_ROW and rows * entries <= _MOST
+
+
 def takes(q: Tensor, k: Tensor, mask: Tensor | None) -> bool:
     """Whether `decode_attention` computes this."""
     return (
         mask is not None
         and q.device.type == "cpu"
         and mask.dtype == torch.bool
-        and mask.numel() <= MOST
+        and fits(len(mask), *mask.shape[2:])
         and k.shape[2] == keys_for(k.shape[2])
         and not torch.is_grad_enabled()
     )
@@ -51,7 +58,7 @@ def decode_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float
         q: [B, Hq, T, D].
         k: [B, Hkv, S, D], S as `keys_for` gives it.
         v: [B, Hkv, S, Dv].
-        mask: bool [B or 1, 1, T, S] of at most MOST entries, True where a query may look; each may look somewhere.
+        mask: bool [B or 1, 1, T, S] that `fits`, True where a query may look; each may look somewhere.
         scale: factor on the scores.
 
     Returns:
@@ -81,5 +88,10 @@ def _scores(mask: Tensor, group: int, dtype: torch.dtype) -> Tensor:
     hidden = torch.zeros(mask.shape, dtype=dtype).masked_fill_(~mask, -torch.inf).repeat(1, 1, group, 1)
     made = F.pad(hidden, (0, 0, 0, -hidden.shape[2] % _QUERIES))
     # One read and one write of the name: another thread finds masks that are whole.
-    _recent = ((ref(mask), group, made), *recent[:2])
+    _recent = ((ref(mask, _forget), group, made), *recent[:2])
     return made
+
+
+def _forget(mask: ref[Tensor]) -> None:
+    global _recent
+    _recent = tuple(entry for entry in _recent if entry[0] is not mask)
