@@ -90,10 +90,7 @@ def save_checkpoint(
     meta = {"schema": SCHEMA, "state": asdict(state), "fingerprint": dict(fingerprint)}
     try:
         require_free_space(folder, sum(t.nbytes for part in parts.values() for t in part.values()) + _SPARE)
-        if final.exists():
-            # Only a damaged folder of the same step can stand here: resuming found it unusable.
-            shutil.rmtree(final)
-        with atomic_folder(final) as partial:
+        with atomic_folder(final, replace=True) as partial:
             _write(partial, parts, meta)
             _sync(partial)
         _sync(folder)
@@ -193,7 +190,7 @@ def newest_whole(folder: Path, warn: Callable[[str], None], last_step: int | Non
     if not folder.is_dir():
         return None
     for path in reversed(_by_age(folder)):
-        if last_step is not None and int(path.name.removeprefix("step-")) > last_step:
+        if last_step is not None and _step_of(path) > last_step:
             continue
         try:
             check_whole(path)
@@ -231,6 +228,10 @@ def _by_age(folder: Path) -> list[Path]:
     return sorted(path for path in folder.iterdir() if _NAME.fullmatch(path.name))
 
 
+def _step_of(path: Path) -> int:
+    return int(path.name.removeprefix("step-"))
+
+
 def _same_tensors(path: Path, what: str, found: Mapping[str, torch.Size], wanted: Mapping[str, torch.Size]) -> None:
     missing, unknown = sorted(wanted.keys() - found.keys()), sorted(found.keys() - wanted.keys())
     shapes = [key for key in wanted.keys() & found.keys() if wanted[key] != found[key]]
@@ -250,6 +251,16 @@ def _sync(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def set_later_aside(folder: Path, step: int) -> list[Path]:
+    """Rename the checkpoints behind `step` out of the way; where they lie now.
+
+    A run that goes on from an earlier one has given them up, or cannot read them: they would be taken for its newest,
+    by the next resume and by what is kept.
+    """
+    later = [path for path in _by_age(folder) if _step_of(path) > step] if folder.is_dir() else []
+    return [aside for path in later if (aside := set_aside(path)) is not None]
 
 
 def set_aside(folder: Path) -> Path | None:

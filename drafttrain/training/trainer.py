@@ -31,6 +31,7 @@ from drafttrain.training.checkpoint import (
     newest_whole,
     save_checkpoint,
     set_aside,
+    set_later_aside,
 )
 from drafttrain.training.distributed import from_main, sum_over_ranks
 from drafttrain.training.guard import LossGuard, Trouble
@@ -156,13 +157,17 @@ class Trainer:
         self.state = TrainState()
         self.guard = LossGuard(config.guard)
         self._interval = Interval.empty(self.depths)
+        self._saved_step: int | None = None
 
     def _at(self, stage: str, order: int) -> None:
         if self._life is not None:
             self._life.at(self.state.step, order, stage)
 
     def restore(self, resume: Resume) -> None:
-        """Find the checkpoint to go on from and load it on every rank. "never" sets an earlier run aside."""
+        """Find the checkpoint to go on from and load it on every rank.
+
+        "never" sets an earlier run aside, another way to resume the checkpoints behind the one that it goes on from.
+        """
         main = self.accelerator.is_main_process
         if resume == "never":
             path = None
@@ -182,6 +187,10 @@ class Trainer:
             self._interval = Interval.from_json(self.state.interval, self.depths)
             if not main:
                 self._interval.clear_share()
+            if path.parent == self.checkpoints:
+                self._saved_step = state.step
+        if main and (given_up := set_later_aside(self.checkpoints, self.state.step)):
+            self.warn(f"checkpoints behind step {self.state.step} are set aside: {', '.join(p.name for p in given_up)}")
 
     def _same_step_size(self, path: Path, state: TrainState) -> None:
         """Refuse to go on with steps of another size: the curve would not be that of an unbroken run."""
@@ -239,7 +248,7 @@ class Trainer:
                             self._measure(measure, listeners, on_best)
                         if last or (self.config.save_every is not None and done % self.config.save_every == 0):
                             self._save()
-                if not finished:
+                if not finished and self._saved_step != self.state.step:
                     self._save()
             finally:
                 for listener in listeners:
@@ -457,6 +466,7 @@ class Trainer:
         if snapshot is not None:
             self.state.interval, self.state.guard = self._interval.to_json(), self.guard.to_json()
             save_checkpoint(self.checkpoints, self.state, snapshot, self.trained, self.fingerprint, self.config.keep)
+        self._saved_step = self.state.step
         self._at("waiting for the checkpoint", 1)
         self.accelerator.wait_for_everyone()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -146,6 +147,55 @@ def test_a_run_does_not_go_on_with_steps_of_another_size(tmp_path: Path) -> None
     same = make(tmp_path, max_steps=4, batch_rows=3, accumulation=2)
     same.restore("auto")
     assert same.state.step == 2
+
+
+def steps_kept(trainer: Trainer) -> list[str]:
+    return sorted(path.name for path in trainer.checkpoints.iterdir())
+
+
+def test_a_run_that_goes_back_leaves_the_checkpoints_behind_it_aside(tmp_path: Path) -> None:
+    first = make(tmp_path, max_steps=6, save_every=2, keep=9)
+    run(first)
+    assert steps_kept(first) == ["step-00000002", "step-00000004", "step-00000006"]
+    back = make(tmp_path, max_steps=3, save_every=1, keep=1)
+    back.restore(first.checkpoints / "step-00000002")
+    run(back)
+    # With 4 and 6 still there, the newest kept would be 6, and 3 be dropped.
+    assert "step-00000003" in steps_kept(back)
+    again = make(tmp_path, max_steps=6)
+    again.restore("auto")
+    assert again.state.step == 3
+    assert {"step-00000004.1", "step-00000006.1"} <= set(steps_kept(back))
+
+
+def test_checkpoints_that_cannot_be_read_do_not_push_out_those_that_can(tmp_path: Path) -> None:
+    first = make(tmp_path, max_steps=4, save_every=2)
+    run(first)
+    for name in ("step-00000002", "step-00000004"):
+        (first.checkpoints / name / "model.safetensors").write_bytes(b"")
+    anew = make(tmp_path, max_steps=1, keep=2)
+    anew.restore("auto")
+    assert anew.state.step == 0
+    run(anew)
+    again = make(tmp_path, max_steps=4)
+    again.restore("auto")
+    assert again.state.step == 1
+
+
+def test_a_stop_behind_a_save_does_not_write_the_same_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = make(tmp_path, max_steps=6, save_every=2)
+    saved: list[int] = []
+    save = trainer._save
+
+    def spy() -> None:
+        saved.append(trainer.state.step)
+        save()
+        if trainer.state.step == 2:
+            signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(trainer, "_save", spy)
+    assert not trainer.fit().finished
+    assert saved == [2] and steps_kept(trainer) == ["step-00000002"]
 
 
 class _NeverStop:

@@ -87,6 +87,17 @@ def test_fifty_kills_at_random_instructions_leave_the_last_whole_one(tmp_path: P
     ]
 
 
+def test_a_kill_while_the_same_step_is_written_again_leaves_one(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    reader, writer = os.pipe()
+    assert status(in_child(lambda: dying_at(0, lambda: save(tmp_path, 1), writer))) == 0
+    chosen, instructions = random.Random(0), int(os.read(reader, 32))
+    for _ in range(25):
+        at = chosen.randint(1, instructions)
+        assert status(in_child(lambda at=at: dying_at(at, lambda: save(tmp_path, 1)))) in (0, -signal.SIGKILL)
+        assert_whole(tmp_path, {1})
+
+
 def test_kills_at_random_times_do_so_too(tmp_path: Path) -> None:
     save(tmp_path, 1)
     began = time.monotonic()
