@@ -43,7 +43,7 @@ from drafttrain.training.sharded_target import ShardedTarget, TogetherFeatures, 
 from drafttrain.training.strategies.base import Whole
 from drafttrain.training.trainer import Resume, Trainer, TrainParts, TrainResult, order_of
 
-LOCK = ".lock"
+LOCK, METRICS = ".lock", "metrics.jsonl"
 FINAL, BEST = "draft", "best"
 """Folders of a run: the draft after the last step, and the one with the longest acceptance measured."""
 
@@ -196,8 +196,7 @@ def _fit(run: _Run, parts: RunParts, source: FeatureSource) -> TrainResult:
     if main:
         folder.mkdir(parents=True, exist_ok=True)
         if resume == "never":
-            for path in (folder / RESOLVED, folder / "metrics.jsonl", *folder.glob(earlier_name("*"))):
-                set_aside(path)
+            begin_anew(folder, recipe.drafter.warm_start)
         said = keep_recipe(recipe, folder, state.step, changed)
         if said is not None:
             report.say(said)
@@ -245,6 +244,18 @@ def _fit(run: _Run, parts: RunParts, source: FeatureSource) -> TrainResult:
         report.say(f"the draft is in {folder / FINAL}")
     run.accelerator.wait_for_everyone()
     return result
+
+
+def begin_anew(folder: Path, start: str | None = None) -> None:
+    """Set aside what an earlier run left beside its checkpoints: a draft of its own would be taken for this run's.
+
+    Args:
+        start: the draft that this run starts from, which stays.
+    """
+    drafts = [folder / f"{name}{end}" for name in (BEST, FINAL) for end in ("", f"-{ADAPTER}")]
+    for path in (folder / RESOLVED, folder / METRICS, *folder.glob(earlier_name("*")), *drafts):
+        if start is None or path.resolve() != Path(start).resolve():
+            set_aside(path)
 
 
 def _base(recipe: Recipe) -> str:
@@ -311,7 +322,7 @@ def resume_from(value: str) -> Resume:
 
 def _listeners(recipe: Recipe, folder: Path, trainer: Trainer, console: Console) -> list[Listener]:
     found: list[Listener] = [
-        MetricsLog(folder / "metrics.jsonl", trainer.state.step),
+        MetricsLog(folder / METRICS, trainer.state.step),
         ProgressLine(console, trainer.total_steps, trainer.state.step),
     ]
     if recipe.tracking.wandb != "off":

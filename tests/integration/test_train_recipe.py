@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from drafttrain.files import exclusive
+from drafttrain.files import exclusive, read_json
 from drafttrain.training.run import LOCK
 from tests.tiny_world import ROOT, command, curve, environment, make_world, metrics, recipe, train
 
@@ -195,6 +195,9 @@ def test_a_checkpoint_of_another_run_is_refused_and_never_starts_afresh(world: P
     # What the recipe alone tells is refused before anything is loaded.
     said = train(world, str(path), "training.seed=7", status=2)
     assert "seed (checkpoint:" in said and "loading the target" not in said
-    train(world, str(path), "--resume", "never")
+    # Nothing is measured this time: the best draft of the other run is not this one's.
+    train(world, str(path), "--resume", "never", "evaluation.prompts=0")
     assert (run / "checkpoints.1/step-00000012").is_dir() and (run / "metrics.jsonl.1").exists()
     assert len(metrics(run)) == 12
+    assert read_json(run / "best/draft.json")["draft_vocab_size"] == 100
+    assert read_json(run / "best.1/draft.json")["draft_vocab_size"] == 128
