@@ -227,8 +227,9 @@ def prepare_corpus(recipe: Recipe, target: TargetModel, chat: ChatRenderer, repo
         report.say(f"features: those of {keeper.kept} samples were recorded while the target answered")
     for line in what_was_left_out(recipe):
         report.say(line)
-    # Answers lie in the order in which they were finished, which a resumed run does not repeat.
-    training, held_out = split_held_out(conversations, data.held_out, seed=recipe.seed)
+    # Answers lie in the order in which they were finished, which a resumed run does not repeat. The choice is the same
+    # for every seed: runs that differ in it alone train on the same data, and a second stage's are held out of a first.
+    training, held_out = split_held_out(conversations, data.held_out)
     if note := data.cut_note(target.context):
         report.say(f"data: {note}")
     longest = data.within(target.context).max_length

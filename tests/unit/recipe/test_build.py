@@ -88,6 +88,14 @@ def test_the_vocabulary_is_judged_by_answers_that_it_was_not_chosen_by(
     assert build_run(load_recipe(recipe(world, tmp_path / "none", **nothing)), said).held_out_coverage is None
 
 
+def test_runs_of_other_seeds_train_on_the_same_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DRAFTTRAIN_CACHE", str(tmp_path / "cache"))
+    world = make_world(tmp_path)
+    path = recipe(world, tmp_path / "run")
+    one, other = (build_run(load_recipe(path, [f"seed={seed}"]), Said()) for seed in (0, 1))
+    assert one.fingerprint() == other.fingerprint() and one.held_out == other.held_out
+
+
 @pytest.mark.parametrize(
     ("drafter", "message"),
     [
