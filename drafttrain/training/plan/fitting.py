@@ -12,6 +12,8 @@ from drafttrain.training.ahead import batches_ahead
 from drafttrain.training.plan.layout import Layout, Placement, preferred
 
 Fits = Callable[[Recipe, Layout], bool]
+Changes = Callable[[Recipe], Iterator[tuple[str, Recipe]]]
+"""Ways to change a recipe: the words of the overrides, and the recipe with them."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,7 @@ def find_fitting(recipe: Recipe, ranks: int, fits: Fits, on_cpu: bool, context: 
     Args:
         context: of the target, in tokens.
     """
+    changes = partial(_changes, on_cpu=on_cpu, context=context)
     for name, changed in _placements(recipe, ranks):
         before = () if name is None else (name,)
         layouts = list(preferred(changed.target.placement, ranks))
@@ -44,14 +47,10 @@ def find_fitting(recipe: Recipe, ranks: int, fits: Fits, on_cpu: bool, context: 
         for layout in layouts:
             if fits(changed, layout):
                 return Fitting(layout, before)
-        found = _settings(changed, partial(_fits_in, fits, layouts[-1]), on_cpu, context)
+        found = _settings(changed, layouts[-1], fits, changes)
         if found:
             return Fitting(layouts[-1], (*before, *found))
     return None
-
-
-def _fits_in(fits: Fits, layout: Layout, recipe: Recipe) -> bool:
-    return fits(recipe, layout)
 
 
 def _placements(recipe: Recipe, ranks: int) -> Iterator[tuple[str | None, Recipe]]:
@@ -76,16 +75,16 @@ def _placed(recipe: Recipe, placement: Placement) -> Recipe:
     return recipe.model_copy(update={"target": recipe.target.model_copy(update={"placement": placement})})
 
 
-def _settings(recipe: Recipe, fits: Callable[[Recipe], bool], on_cpu: bool, context: int) -> tuple[str, ...]:
+def _settings(recipe: Recipe, layout: Layout, fits: Fits, changes: Changes) -> tuple[str, ...]:
     """The first single change that suffices, else the fewest in that order together, else none."""
-    for name, changed in _changes(recipe, on_cpu, context):
-        if fits(changed):
+    for name, changed in changes(recipe):
+        if fits(changed, layout):
             return (name,)
     names: list[str] = []
-    while (step := next(_changes(recipe, on_cpu, context), None)) is not None:
+    while (step := next(changes(recipe), None)) is not None:
         names.append(step[0])
         recipe = step[1]
-        if fits(recipe):
+        if fits(recipe, layout):
             return tuple(names)
     return ()
 

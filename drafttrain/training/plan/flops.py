@@ -37,13 +37,16 @@ class StepFlops:
         return sum(part.total for part in [*self.forward, *self.backward])
 
 
-def step_flops(drafter: Drafter, target: nn.Module, loss: LossConfig, work: Workload, recompute: bool) -> StepFlops:
+def step_flops(
+    drafter: Drafter, target: nn.Module, loss: LossConfig, work: Workload, *, recompute: bool, next_tokens: int
+) -> StepFlops:
     """Count for a sample of average length.
 
     Args:
         drafter: as it trains; may be on the meta device.
         target: the Hugging Face model; may be on the meta device.
         recompute: gradient checkpointing.
+        next_tokens: of the target's own, that are computed for each sample once.
     """
     tokens, depths = work.tokens_per_sample, drafter.max_depth
     labels = [max(work.answer_tokens - 1 - k, 0) for k in range(depths)]
@@ -57,6 +60,6 @@ def step_flops(drafter: Drafter, target: nn.Module, loss: LossConfig, work: Work
     head = Flops(head=row * drafter.vocab_map.size * labels[0])
     if full:
         head += Flops(head=whole)
-    once = Flops() if drafter.vocab_map.is_full else Flops(head=whole)
+    once = Flops(head=row * text.vocab_size * next_tokens)
     merging = sum(6.0 * one.lora_A.shape[0] * one.lora_B.shape[0] * one.lora_A.shape[1] for _, one in adapters(drafter))
     return StepFlops(body_flops(target, tokens) + head, once, forward, backward, merging)

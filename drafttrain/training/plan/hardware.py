@@ -97,8 +97,7 @@ def parse_gpus(spec: str, nodes: int = 1) -> Hardware:
 def this_machine() -> Hardware:
     """The GPUs here if their kind is known, else one process on the CPU."""
     if torch.cuda.is_available():
-        name = torch.cuda.get_device_name(0).upper().replace(" ", "")
-        kind = max((k for k in _GPUS if k in name), key=len, default=None)
+        kind = kind_of(torch.cuda.get_device_name(0))
         if kind is not None:
             gigabytes = torch.cuda.get_device_properties(0).total_memory / 2**30
             return parse_gpus(f"{torch.cuda.device_count()}x{kind}-{gigabytes:.0f}G")
@@ -106,3 +105,10 @@ def this_machine() -> Hardware:
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     peak = cores * _CORE_FLOPS
     return Hardware(f"this CPU, {cores} cores", 1, 1, memory, peak, peak, 1.0, 0.8, 5e9, 2**30, True)
+
+
+def kind_of(name: str) -> str | None:
+    """The known kind of a GPU by the driver's name for it; None of others."""
+    joined = name.upper().replace("RTX ", "RTX")
+    # An L40 is no L4, an A1000 no A100.
+    return max((kind for kind in _GPUS if re.search(rf"{kind}(?!\d)", joined)), key=len, default=None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -130,40 +131,28 @@ def make_plan(
     if cut := recipe.data.cut_note(context):
         notes.insert(0, cut)
     ranks = hardware.ranks
-    work = workload(recipe.model_copy(update={"data": recipe.data.within(context)}), ranks, samples, tokens)
-    recompute = recipe.training.gradient_checkpointing
-    flops = step_flops(drafter, target, recipe.loss, work, recompute)
-    token_bytes = _store_identity(recipe, drafter, text).bytes_per_token
+
+    def within(one: Recipe) -> Recipe:
+        return one.model_copy(update={"data": one.data.within(context)})
 
     def memory(changed: Recipe, layout: Layout) -> list[Item]:
-        changed = changed.model_copy(update={"data": changed.data.within(context)})
-        return memory_items(changed, drafter, target, layout, ranks, hardware.is_cpu)
+        return memory_items(within(changed), drafter, target, layout, ranks, hardware.is_cpu)
 
     def fits(changed: Recipe, layout: Layout) -> bool:
         return peak(memory(changed, layout)) + hardware.reserved <= hardware.memory
 
+    work = workload(within(recipe), ranks, samples, tokens)
+    recompute, next_tokens = recipe.training.gradient_checkpointing, _next_tokens(recipe, drafter, work)
+    flops = step_flops(drafter, target, recipe.loss, work, recompute=recompute, next_tokens=next_tokens)
+    token_bytes = _store_identity(recipe, drafter, text).bytes_per_token
     fitting = find_fitting(recipe, ranks, fits, hardware.is_cpu, context)
     layouts = [layout for p in PLACEMENTS for launch in LAUNCHES if (layout := Layout(p, launch)).exists(ranks)]
     peaks = {layout: peak(memory(recipe, layout)) for layout in layouts}
-    if fitting is not None and fitting.layout.placement == recipe.target.placement:
-        layout = fitting.layout
-    else:
-        own = [one for one in layouts if one.placement == recipe.target.placement]
-        layout = min(own, key=peaks.__getitem__, default=Layout(recipe.target.placement, Launch("zero", 2)))
-    online = not recipe.features.stores
-    # Online features are computed in each epoch, those of a store once, and recorded ones with the answers.
-    body_runs = work.seen if online else 0 if recipe.features.record else work.samples
-    states_flops = (flops.target.total - flops.target.head) * body_runs + flops.first_time.total * work.samples
-    target_rate = hardware.peak(recipe.target.dtype) * hardware.target_use * ranks * 3600
-    draft_rate = hardware.peak(recipe.training.precision) * hardware.draft_use * ranks * 3600
-    draft_flops = flops.draft * work.seen + flops.merging * work.steps * recipe.training.accumulation * ranks
-    states_hours, draft_hours = states_flops / target_rate, draft_flops / draft_rate
-    # The rows of the target's head that labels need belong to a step, which has the labels.
-    head_hours = flops.target.head * work.seen / target_rate
-    gather_hours = _gathers(recipe, work) * gathered_bytes(recipe, target, layout, ranks) / hardware.link / 3600
+    layout = _shown(recipe, fitting, peaks)
+    hours = _hours(recipe, hardware, work, flops, gathered_bytes(recipe, target, layout, ranks))
     overlap = overlap_of(recipe, layout, hardware.is_cpu)
-    share = 1.0 if online else min(1.0, 1 / work.epochs)
-    hours, best_hours = run_hours(overlap, states_hours, gather_hours + head_hours + draft_hours, share)
+    computed = 1.0 if not recipe.features.stores else min(1.0, 1 / work.epochs)
+    run, best = run_hours(overlap, hours.states, hours.steps, computed)
     return Plan(
         recipe=recipe,
         hardware=hardware,
@@ -174,19 +163,78 @@ def make_plan(
         flops=flops,
         store_bytes=token_bytes * work.tokens,
         store_token_bytes=token_bytes,
-        online=online,
+        online=not recipe.features.stores,
         layout=layout,
         memory=memory(recipe, layout),
         peaks=peaks,
-        target_hours=states_hours + head_hours,
-        draft_hours=draft_hours,
-        gather_hours=gather_hours,
+        target_hours=hours.states + hours.head,
+        draft_hours=hours.draft,
+        gather_hours=hours.gather,
         overlap=overlap,
-        hours=hours,
-        best_hours=best_hours,
+        hours=run,
+        best_hours=best,
         fitting=fitting,
         notes=notes,
     )
+
+
+def _shown(recipe: Recipe, fitting: Fitting | None, peaks: Mapping[Layout, int]) -> Layout:
+    """The layout whose memory is shown: where the recipe fits as it stands, else the leanest of its placement."""
+    placement = recipe.target.placement
+    if fitting is not None and fitting.layout.placement == placement:
+        return fitting.layout
+    own = [layout for layout in peaks if layout.placement == placement]
+    return min(own, key=peaks.__getitem__, default=Layout(placement, Launch("zero", 2)))
+
+
+@dataclass(frozen=True)
+class _Hours:
+    """Of all ranks, each as if nothing else went on.
+
+    Attributes:
+        states: of the target's forwards.
+        head: of the rows of its head that labels need; a step has the labels, so they belong to it.
+        draft: of the draft's steps.
+        gather: of moving a target in shards.
+    """
+
+    states: float
+    head: float
+    draft: float
+    gather: float
+
+    @property
+    def steps(self) -> float:
+        """Of everything that a step computes after the target's forward."""
+        return self.gather + self.head + self.draft
+
+
+def _hours(recipe: Recipe, hardware: Hardware, work: Workload, flops: StepFlops, gathered: float) -> _Hours:
+    """At the hardware's assumed use; `gathered`: bytes that a rank receives in a forward of a target in shards."""
+    ranks, features = hardware.ranks, recipe.features
+    # Online features are computed in each epoch, those of a store once, and recorded ones with the answers.
+    forwards = work.seen if not features.stores else 0 if features.record else work.samples
+    states = (flops.target.total - flops.target.head) * forwards + flops.first_time.total * work.samples
+    steps = flops.draft * work.seen + flops.merging * work.steps * recipe.training.accumulation * ranks
+    target_rate = hardware.peak(recipe.target.dtype) * hardware.target_use * ranks * 3600
+    draft_rate = hardware.peak(recipe.training.precision) * hardware.draft_use * ranks * 3600
+    return _Hours(
+        states=states / target_rate,
+        head=flops.target.head * work.seen / target_rate,
+        draft=steps / draft_rate,
+        gather=_gathers(recipe, work) * gathered / hardware.link / 3600,
+    )
+
+
+def _next_tokens(recipe: Recipe, drafter: Drafter, work: Workload) -> int:
+    """Those of a sample that the target's head is asked for: a store holds them, a smaller vocabulary needs them, and
+    of greedy answers whose states are recorded they are known."""
+    data, features = recipe.data, recipe.features
+    if not features.stores and drafter.vocab_map.is_full:
+        return 0
+    if features.record and data.answers.temperature == 0:
+        return max(work.answer_tokens - data.answers.max_new_tokens, 0)
+    return work.answer_tokens
 
 
 def _drafter(recipe: Recipe, text: Any) -> tuple[Drafter, list[str]]:

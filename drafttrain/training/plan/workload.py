@@ -71,25 +71,34 @@ def workload(recipe: Recipe, ranks: int, samples: int | None = None, tokens: int
 
 def _rows(data: DataConfig, notes: list[str]) -> int:
     if data.path is not None:
-        return _lines(data.path, notes)
+        return _rows_of_file(data.path, notes)
     return sum(_rows_of(source, notes) for source in data.prompts)
 
 
 def _rows_of(source: PromptSource, notes: list[str]) -> int:
-    if source.count is not None:
-        return source.count
-    return _lines(source.source, notes)
+    if source.count is None:
+        return _rows_of_file(source.source, notes)
+    there = _lines(source.source)
+    return source.count if there is None else min(source.count, there)
 
 
-def _lines(name: str, notes: list[str]) -> int:
-    if Path(name).suffix == ".jsonl":
-        try:
-            with find_resource(name).open(encoding="utf-8") as file:
-                return sum(1 for line in file if line.strip())
-        except UserError:
-            pass
+def _rows_of_file(name: str, notes: list[str]) -> int:
+    rows = _lines(name)
+    if rows is not None:
+        return rows
     notes.append(f"{name}: number of rows unknown, {_UNKNOWN_ROWS:,} assumed (--samples N says better)")
     return _UNKNOWN_ROWS
+
+
+def _lines(name: str) -> int | None:
+    """Rows of a JSONL file that is here; None of anything else."""
+    if Path(name).suffix != ".jsonl":
+        return None
+    try:
+        with find_resource(name).open(encoding="utf-8") as file:
+            return sum(1 for line in file if line.strip())
+    except UserError:
+        return None
 
 
 def _lengths(data: DataConfig, tokens: int | None, notes: list[str]) -> tuple[int, int]:
@@ -102,6 +111,8 @@ def _lengths(data: DataConfig, tokens: int | None, notes: list[str]) -> tuple[in
     else:
         length = min(tokens or data.max_length, data.max_length)
         answer = max(length // 2, 1)
+    if data.supervise == "all":
+        answer = length - 1  # a draft has nothing to start from before the second token
     if tokens is None:
         how = f"prompts of {_PROMPT_TOKENS} and answers of max_new_tokens" if regenerated else "data.max_length"
         notes.append(f"samples of {length} tokens ({how}; --tokens N says better), {answer} of them supervised")

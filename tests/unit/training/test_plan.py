@@ -29,7 +29,7 @@ from drafttrain.training.launch import Launch
 from drafttrain.training.plan.activations import kept_bytes
 from drafttrain.training.plan.fitting import find_fitting
 from drafttrain.training.plan.flops import step_flops
-from drafttrain.training.plan.hardware import parse_gpus, this_machine
+from drafttrain.training.plan.hardware import kind_of, parse_gpus, this_machine
 from drafttrain.training.plan.layout import ALONE, Layout
 from drafttrain.training.plan.memory import peak
 from drafttrain.training.plan.plan import make_plan, target_config
@@ -99,7 +99,7 @@ def test_flops_of_a_training_step_are_those_that_are_counted(name: str, recomput
         loss = step(batch, counts).loss
         loss.backward()
     work = Workload(1, LENGTH, LENGTH - 1, 1.0, 1)
-    flops = step_flops(draft, target.hf, LossConfig(), work, recompute)
+    flops = step_flops(draft, target.hf, LossConfig(), work, recompute=recompute, next_tokens=0)
     parts = [*flops.forward, *flops.backward]
     expected = sum(part.linear + part.head for part in parts) + flops.target.head + flops.merging
     assert (flops.merging > 0) == name.endswith("lora")
@@ -297,6 +297,22 @@ def test_on_one_gpu_target_and_draft_are_counted_in_turn_and_at_once() -> None:
     assert offline.hours == offline.best_hours == pytest.approx(hybrid.hours)
 
 
+def test_the_target_s_own_next_tokens_are_counted_where_they_are_computed() -> None:
+    text = target_config(load_recipe("recipes/eagle3_qwen3_8b.yaml"), CONFIGS / "qwen3-8b")
+
+    def once(*overrides: str) -> float:
+        words = ["data.answers={source: target, max_new_tokens: 300, temperature: 0}", *overrides]
+        recipe = load_recipe("recipes/eagle3_qwen3_8b.yaml", words)
+        return make_plan(recipe, text, parse_gpus("1xB200"), samples=10, tokens=500).flops.first_time.total
+
+    row, full = 2.0 * text.hidden_size * text.vocab_size, "drafter.draft_vocab_size=null"
+    offline, record = "features.source=offline", "features.record=true"
+    assert once() == once(offline) == once(offline, full) == 300 * row
+    assert once(full) == 0  # the loss finds them by itself
+    assert once(offline, record) == 0 and once(offline, record, "data.answers.temperature=1") == 300 * row
+    assert once(offline, record, "data.supervise=all") == 199 * row
+
+
 def test_adapters_are_planned_as_adapters(tmp_path: Path) -> None:
     text = target_config(load_recipe("recipes/eagle3_qwen3_8b.yaml"), CONFIGS / "qwen3-8b")
     words = [f"drafter.warm_start={tmp_path / 'theirs'}", "drafter.lora={rank: 16}"]
@@ -386,6 +402,26 @@ def test_gpus_that_do_not_exist(spec: str) -> None:
         parse_gpus(spec)
 
 
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("NVIDIA A100-SXM4-80GB", "A100"),
+        ("NVIDIA H100 80GB HBM3", "H100"),
+        ("NVIDIA GH200 480GB", "H200"),
+        ("NVIDIA GeForce RTX 4090", "RTX4090"),
+        ("NVIDIA A10G", "A10"),
+        ("NVIDIA L40S", "L40S"),
+        ("NVIDIA L4", "L4"),
+        # Not those whose names they begin with: they are not known.
+        ("NVIDIA L40", None),
+        ("NVIDIA RTX A1000 Laptop GPU", None),
+        ("NVIDIA H20", None),
+    ],
+)
+def test_a_gpu_is_known_by_its_whole_name(name: str, kind: str | None) -> None:
+    assert kind_of(name) == kind
+
+
 def test_this_machine_has_memory_and_speed() -> None:
     hardware = this_machine()
     assert hardware.ranks >= 1 and hardware.memory > 2**28 and hardware.peak("float32") > 1e9
@@ -394,8 +430,10 @@ def test_this_machine_has_memory_and_speed() -> None:
 def test_the_size_of_data_is_counted_given_or_named_as_assumed(tmp_path: Path) -> None:
     (tmp_path / "p.jsonl").write_text('{"prompt": "x"}\n\n' * 50)
     overrides = [
-        f"data.prompts=[{{source: {tmp_path / 'p.jsonl'}}}, {{source: self, count: 30}}]",
+        # A count is the most that is taken of a file.
+        f"data.prompts=[{{source: {tmp_path / 'p.jsonl'}, count: 70}}, {{source: self, count: 30}}]",
         "data.held_out=20",
+        "data.supervise=answers",
         "data.max_length=256",
         "data.answers.max_new_tokens=128",
         "training.row_length=256",
@@ -410,6 +448,9 @@ def test_the_size_of_data_is_counted_given_or_named_as_assumed(tmp_path: Path) -
     # One sample of 228 tokens in a row of 256, four rows a step.
     assert work.steps == 7 and work.epochs == pytest.approx(7 / 15)
     assert not any("unknown" in note for note in work.notes)
+    # Of a document of L tokens a draft is trained on all but the first two at depth 0, one less at each depth more.
+    everything = workload(load_recipe("recipes/quickstart.yaml", [*overrides, "data.supervise=all"]), ranks=1)
+    assert (everything.tokens_per_sample, everything.answer_tokens) == (228, 227)
     unknown = load_recipe("recipes/quickstart.yaml", ["data.prompts=[{source: someone/prompts}]"])
     assert any("someone/prompts" in note and "--samples" in note for note in workload(unknown, 1).notes)
     assert workload(unknown, 1, samples=10, tokens=64).tokens == 640
