@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from drafttrain.errors import RecipeError
 from drafttrain.recipe.training_config import TrainingConfig
 
 
@@ -24,3 +25,17 @@ def learning_rate(step: int, total_steps: int, config: TrainingConfig) -> float:
     decay = config.decay_steps(total_steps)
     left = total_steps - step
     return config.lr if left > decay else config.min_lr + (config.lr - config.min_lr) * max(0, left) / max(1, decay)
+
+
+def require_rest_of_warmup(config: TrainingConfig, total_steps: int) -> None:
+    """Refuse a warm-up in steps that is as long as the run. Of `max_steps` the recipe tells, of `epochs` the data.
+
+    Raises:
+        RecipeError: naming both.
+    """
+    if config.warmup >= 1 and config.warmup >= total_steps:
+        raise RecipeError(
+            f"a warm-up of {config.warmup:g} steps leaves nothing of the run, which has {total_steps}",
+            where="training.warmup",
+            remedy="lower it, or give a share of all steps, such as 0.02",
+        )

@@ -38,7 +38,7 @@ from drafttrain.training.guard import LossGuard, Trouble
 from drafttrain.training.heartbeat import Heartbeat
 from drafttrain.training.interval import Interval
 from drafttrain.training.launch import Launch
-from drafttrain.training.schedule import learning_rate
+from drafttrain.training.schedule import learning_rate, require_rest_of_warmup
 from drafttrain.training.signals import StopRequest
 from drafttrain.training.step import TrainStep
 from drafttrain.training.strategies.base import Whole, kept_tensors
@@ -145,6 +145,7 @@ class Trainer:
         )
         self.fingerprint = {**fingerprint, **order_of(config, seed), "samples": len(parts.samples)}
         self.total_steps = config.max_steps or self.order.steps_in(config.epochs or 0.0)
+        require_rest_of_warmup(config, self.total_steps)
         self.depths = parts.drafter.max_depth
         dtype = torch.bfloat16 if config.precision == "bf16" else torch.float32
         vocab_map = self.drafter.vocab_map.to(self.device)

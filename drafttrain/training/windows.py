@@ -130,7 +130,8 @@ class DataOrder:
         steps = sum(math.ceil(len(self.epoch_rows(epoch)) / self.window_rows) for epoch in range(whole))
         if epochs > whole:
             last = math.ceil(len(self.epoch_rows(whole)) / self.window_rows)
-            steps += math.ceil((epochs - whole) * last)
+            # 2.1 - 2 is a little more than a tenth.
+            steps += math.ceil(round((epochs - whole) * last, 6))
         return steps
 
     def windows(self, epoch: int = 0, row: int = 0) -> Iterator[Window]:

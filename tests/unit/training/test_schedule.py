@@ -4,8 +4,9 @@ from itertools import pairwise
 
 import pytest
 
+from drafttrain.errors import RecipeError
 from drafttrain.recipe.training_config import TrainingConfig
-from drafttrain.training.schedule import learning_rate
+from drafttrain.training.schedule import learning_rate, require_rest_of_warmup
 
 
 def rates(total: int, **values: object) -> list[float]:
@@ -39,3 +40,11 @@ def test_cosine_falls_from_peak_to_minimum() -> None:
 @pytest.mark.parametrize("total", [1, 2, 3])
 def test_the_shortest_runs_have_a_rate(schedule: str, total: int) -> None:
     assert all(0 < rate <= 1 for rate in rates(total, schedule=schedule, warmup=0.02))
+
+
+def test_a_warmup_as_long_as_the_epochs_turn_out_is_refused() -> None:
+    steps = TrainingConfig(epochs=2, warmup=100)
+    with pytest.raises(RecipeError, match="100 steps leaves nothing of the run, which has 100"):
+        require_rest_of_warmup(steps, 100)
+    require_rest_of_warmup(steps, 101)
+    require_rest_of_warmup(TrainingConfig(epochs=2, warmup=0.9), 1)

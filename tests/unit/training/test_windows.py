@@ -63,6 +63,9 @@ def test_a_partial_window_is_kept_and_steps_are_counted() -> None:
     assert data.steps_in(2) == 6
     assert data.steps_in(1.5) == 5
     assert data.steps_in(0.1) == 1
+    # In floats 2.1 - 2 is more than a tenth of an epoch of ten steps.
+    tens = order(packing=False, count=40, window_rows=4)
+    assert [tens.steps_in(epochs) for epochs in (2.1, 1.3, 0.35)] == [21, 13, 4]
 
 
 @settings(max_examples=40, deadline=None)
