@@ -79,8 +79,15 @@ def exact_match(pairs: Iterable[AnswerPair], gap: Callable[[list[int]], float]) 
 
 
 @torch.inference_mode()
-def top2_gap(target: CausalLM, ids: list[int]) -> float:
-    """The target's largest logit minus its second largest after `ids`, in one forward without a cache."""
-    final = target(torch.tensor([ids], device=target.device)).final[:, -1]
-    first, second = target.lm_head(final).float()[0].topk(2).values.tolist()
+def top2_gap(target: CausalLM, ids: list[int], penalty: float = 1.0) -> float:
+    """The target's largest logit minus its second largest after `ids`, in one forward without a cache.
+
+    Args:
+        penalty: repetition penalty (arXiv 1909.05858) of the tokens in `ids`; the greedy choice is made behind it.
+    """
+    tokens = torch.tensor(ids, device=target.device)
+    logits = target.lm_head(target(tokens[None]).final[:, -1]).float()[0]
+    held = logits[tokens]
+    logits[tokens] = torch.where(held < 0, held * penalty, held / penalty)
+    first, second = logits.topk(2).values.tolist()
     return float(first - second)

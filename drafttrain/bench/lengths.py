@@ -6,10 +6,14 @@ import bisect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from drafttrain.bench.rounds import AnswerKey, by_answer
 from drafttrain.bench.speed import Cell, speed
 from drafttrain.engine.acceptance import tau
 from drafttrain.engine.records import RoundRecord
+
+AnswerKey = tuple[str, int, int]
+"""(request, turn, repeat)."""
+Answers = Mapping[AnswerKey, Sequence[RoundRecord]]
+"""The rounds of each answer."""
 
 
 @dataclass(frozen=True)
@@ -30,8 +34,8 @@ class LengthBucket(Cell):
 
 
 def by_length(
-    records: Sequence[RoundRecord],
-    baseline: Sequence[RoundRecord],
+    answers: Answers,
+    baseline: Answers,
     lengths: Mapping[AnswerKey, int],
     edges: Sequence[int],
     *,
@@ -41,7 +45,7 @@ def by_length(
     """Compare a draft with the baseline on answers of each length.
 
     Args:
-        records, baseline: rounds of the same requests with and without drafting.
+        answers, baseline: with and without drafting; those without a round may be left out.
         lengths: of each answer, in tokens. An answer is in the same bucket on both sides, however long the draft's
             sampled one came out.
         edges: ascending; buckets are [0, edges[0]), [edges[0], edges[1]), ..., [edges[-1], no end).
@@ -50,16 +54,15 @@ def by_length(
     Returns:
         Buckets in which something was decoded on both sides.
     """
-    mine, theirs = by_answer(records), by_answer(baseline)
     members: dict[int, list[AnswerKey]] = {}
-    for key in mine:
-        if key in theirs:
+    for key in answers:
+        if key in baseline:
             members.setdefault(bisect.bisect_right(edges, lengths[key]), []).append(key)
     ends = [0, *edges, None]
     found = []
     for index, keys in sorted(members.items()):
-        rounds = [r for key in keys for r in mine[key]]
-        measured = speed(rounds, [r for key in keys for r in theirs[key]], samples=samples, seed=seed)
+        rounds = [r for key in keys for r in answers[key]]
+        measured = speed(rounds, [r for key in keys for r in baseline[key]], samples=samples, seed=seed)
         if measured is None:
             continue
         low = ends[index]

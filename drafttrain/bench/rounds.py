@@ -1,4 +1,4 @@
-"""Round records put back together: what a round cost by its size, and which rounds belong to one answer."""
+"""Round records put back together: what a round cost by its size."""
 
 from __future__ import annotations
 
@@ -8,9 +8,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from drafttrain.engine.records import RoundRecord
-
-AnswerKey = tuple[str, int, int]
-"""(request, turn, repeat)."""
 
 
 @dataclass(frozen=True)
@@ -66,15 +63,3 @@ def whole_rounds(records: Sequence[RoundRecord]) -> Iterator[list[RoundRecord]]:
         end = start + records[start].batch
         yield list(records[start:end])
         start = end
-
-
-def by_answer(records: Sequence[RoundRecord]) -> dict[AnswerKey, list[RoundRecord]]:
-    """Records of each answer. A request's turn that starts again at round 0 is its next repeat."""
-    repeats: dict[tuple[str, int], int] = {}
-    answers: dict[AnswerKey, list[RoundRecord]] = defaultdict(list)
-    for record in records:
-        key = (record.request, record.turn)
-        if record.round == 0:
-            repeats[key] = repeats.get(key, -1) + 1
-        answers[(*key, repeats[key])].append(record)
-    return dict(answers)

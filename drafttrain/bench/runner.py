@@ -6,13 +6,15 @@ answers, so one token that differs in the first turn does not turn the second in
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from drafttrain.bench.divergence import AnswerPair, exact_match, top2_gap
 from drafttrain.bench.journal import Journal, SettingRun, now
-from drafttrain.bench.lengths import by_length
+from drafttrain.bench.lengths import AnswerKey, by_length
 from drafttrain.bench.metrics import acceptance, by_category
 from drafttrain.bench.prompts import EvalPrompt, select
 from drafttrain.bench.result import BASELINE, AnswerText, DraftResult, Memory, Setting
@@ -60,11 +62,16 @@ class Contender:
 
 @dataclass
 class _Log:
-    """What one engine did in one setting."""
+    """What one engine did in one setting.
+
+    Attributes:
+        records: as the engine wrote them, the rows of a round together.
+        rounds: the same by answer.
+    """
 
     records: list[RoundRecord] = field(default_factory=list)
-    answers: dict[tuple[str, int, int], Completion] = field(default_factory=dict)
-    """By (request, turn, repeat)."""
+    rounds: dict[AnswerKey, list[RoundRecord]] = field(default_factory=lambda: defaultdict(list))
+    answers: dict[AnswerKey, Completion] = field(default_factory=dict)
     prefill_s: float = 0.0
     decode_s: float = 0.0
 
@@ -232,7 +239,7 @@ class _Measurement:
         }
         self.learn = {c.name: c.learn for c in contenders if c.learn is not None}
         self.logs = {name: _Log() for name in self.engines}
-        self.prompt_ids: dict[tuple[str, int], list[int]] = {}
+        self.prompt_ids: dict[AnswerKey, list[int]] = {}
 
     def run(self, progress: Progress | None, texts: bool) -> SettingRun:
         """Measure; with the answers of some prompts if `texts`."""
@@ -318,7 +325,7 @@ class _Measurement:
                     self.notes.append(note)
                 del histories[prompt.id]
                 continue
-            self.prompt_ids[prompt.id, turn] = ids
+            self.prompt_ids[prompt.id, turn, repeat] = ids
             yield Request(
                 id=prompt.id,
                 prompt_ids=ids,
@@ -334,6 +341,8 @@ class _Measurement:
         engine.reset()
         answers = engine.generate(requests)
         log.records += engine.records
+        for record in engine.records:
+            log.rounds[record.request, record.turn, repeat].append(record)
         log.prefill_s += engine.prefill_s
         log.decode_s += engine.decode_s
         log.answers |= {(answer.id, answer.turn, repeat): answer for answer in answers}
@@ -341,59 +350,65 @@ class _Measurement:
 
     def summary(self) -> list[DraftResult]:
         """Metrics of every engine, the baseline first."""
-        suite = self.suite
+        return [
+            self._alone(name, log) if name == BASELINE else self._against_plain(self._alone(name, log), log)
+            for name, log in self.logs.items()
+        ]
+
+    def _alone(self, name: str, log: _Log) -> DraftResult:
+        """What can be said of an engine by itself."""
         categories = {prompt.id: prompt.category for prompt in self.prompts}
-        plain = self.logs[BASELINE]
-        prompt_lengths = {key: len(self.prompt_ids[key[:2]]) for key in plain.answers}
-        output_lengths = {key: len(answer.tokens) for key, answer in plain.answers.items()}
         variants = {contender.name: contender.variant for contender in self.contenders}
-        sampling = {"samples": suite.bootstrap, "seed": suite.seed}
-        results = []
-        for name, log in self.logs.items():
-            is_draft = name != BASELINE
-            measured = speed(
-                log.records,
-                plain.records,
-                end_to_end_tps=log.end_to_end_tps,
-                baseline_end_to_end_tps=plain.end_to_end_tps,
-                **sampling,
-            )
-            if is_draft and measured is not None and measured.flag is not None:
-                self.notes.append(f"{name} at {self.setting}: {measured.flag}")
-            results.append(
-                DraftResult(
-                    draft=name,
-                    family=self.families[name],
-                    setting=self.setting,
-                    requests=len({request for request, _, _ in log.answers}),
-                    answers=len({(request, turn) for request, turn, _ in log.answers}),
-                    tokens=log.tokens,
-                    acceptance=acceptance(log.records, **sampling),
-                    categories={
-                        category: acceptance(rows, **sampling)
-                        for category, rows in by_category(log.records, categories).items()
-                    },
-                    split=time_split(log.records),
-                    speed=measured if is_draft else None,
-                    exact=exact_match(self._pairs(log), lambda ids: top2_gap(self.target, ids))
-                    if is_draft and self.setting.temperature == 0
-                    else None,
-                    prefill_s=log.prefill_s,
-                    decode_s=log.decode_s,
-                    variant=variants.get(name, ""),
-                    prefills=len(log.answers),
-                    prompt_tokens=sum(prompt_lengths[key] for key in log.answers),
-                    memory=self._memory(name),
-                    by_prompt=by_length(log.records, plain.records, prompt_lengths, suite.prompt_buckets, **sampling)
-                    if is_draft
-                    else [],
-                    by_output=by_length(log.records, plain.records, output_lengths, suite.output_buckets, **sampling)
-                    if is_draft
-                    else [],
-                    timings=round_times(log.records),
-                )
-            )
-        return results
+        return DraftResult(
+            draft=name,
+            family=self.families[name],
+            setting=self.setting,
+            requests=len({request for request, _, _ in log.answers}),
+            answers=len({(request, turn) for request, turn, _ in log.answers}),
+            tokens=log.tokens,
+            acceptance=acceptance(log.records, samples=self.suite.bootstrap, seed=self.suite.seed),
+            categories={
+                category: acceptance(rows, samples=self.suite.bootstrap, seed=self.suite.seed)
+                for category, rows in by_category(log.records, categories).items()
+            },
+            split=time_split(log.records),
+            speed=None,
+            exact=None,
+            prefill_s=log.prefill_s,
+            decode_s=log.decode_s,
+            variant=variants.get(name, ""),
+            prefills=len(log.answers),
+            prompt_tokens=sum(len(self.prompt_ids[key]) for key in log.answers),
+            memory=self._memory(name),
+            timings=round_times(log.records),
+        )
+
+    def _against_plain(self, alone: DraftResult, log: _Log) -> DraftResult:
+        """With what is told by the baseline's answers to the same prompts."""
+        suite, plain = self.suite, self.logs[BASELINE]
+        measured = speed(
+            log.records,
+            plain.records,
+            end_to_end_tps=log.end_to_end_tps,
+            baseline_end_to_end_tps=plain.end_to_end_tps,
+            samples=suite.bootstrap,
+            seed=suite.seed,
+        )
+        if measured is not None and measured.flag is not None:
+            self.notes.append(f"{alone.draft} at {self.setting}: {measured.flag}")
+        exact = None
+        if self.setting.temperature == 0:
+            exact = exact_match(self._pairs(log), partial(top2_gap, self.target, penalty=suite.repetition_penalty))
+        buckets = partial(by_length, log.rounds, plain.rounds, samples=suite.bootstrap, seed=suite.seed)
+        prompt_lengths = {key: len(self.prompt_ids[key]) for key in plain.answers}
+        output_lengths = {key: len(answer.tokens) for key, answer in plain.answers.items()}
+        return replace(
+            alone,
+            speed=measured,
+            exact=exact,
+            by_prompt=buckets(prompt_lengths, suite.prompt_buckets),
+            by_output=buckets(output_lengths, suite.output_buckets),
+        )
 
     def _memory(self, name: str) -> Memory:
         """What an engine holds beyond the plain one's; of that one, the target and its cache."""
@@ -407,14 +422,9 @@ class _Measurement:
 
     def _pairs(self, log: _Log) -> Iterator[AnswerPair]:
         plain = self.logs[BASELINE].answers
-        for (request, turn, repeat), answer in log.answers.items():
-            yield AnswerPair(
-                request=request,
-                turn=turn,
-                prompt_ids=self.prompt_ids[request, turn],
-                tokens=answer.tokens,
-                baseline=plain[request, turn, repeat].tokens,
-            )
+        for key, answer in log.answers.items():
+            request, turn, _ = key
+            yield AnswerPair(request, turn, self.prompt_ids[key], answer.tokens, plain[key].tokens)
 
     def texts(self) -> list[AnswerText]:
         """Answers to a few prompts of each category; the oracle's are the baseline's and are left out."""

@@ -12,9 +12,10 @@ from drafttrain.bench.divergence import Divergence, ExactMatch
 from drafttrain.bench.lengths import by_length
 from drafttrain.bench.metrics import acceptance, by_category
 from drafttrain.bench.result import AnswerText, DraftResult, EvalResult, Memory, Setting
-from drafttrain.bench.rounds import by_answer, round_times
+from drafttrain.bench.rounds import round_times
 from drafttrain.bench.speed import speed, time_split
 from drafttrain.engine.records import RoundRecord
+from tests.unit.bench.answers import once
 
 CATEGORIES = (
     "writing",
@@ -95,7 +96,7 @@ def simulate(seed: int = 0, settings: Sequence[Setting] = TWO, variant: str = ""
                 rng, category_of, alpha * (0.9 if temperature else 1), draft_s, family == "ngram", setting
             )
             baseline = baseline or records
-            lengths = {key: 40 + 20 * (index % 5) for index, key in enumerate(by_answer(baseline))}
+            lengths = {key: 40 + 20 * (index % 5) for index, key in enumerate(once(baseline))}
             flagged = name == "ngram" and temperature == 1
             entries.append(
                 DraftResult(
@@ -123,7 +124,9 @@ def simulate(seed: int = 0, settings: Sequence[Setting] = TWO, variant: str = ""
                     prefills=40,
                     prompt_tokens=40 * 80,
                     memory=_memory(family, setting),
-                    by_prompt=[] if name == "none" else by_length(records, baseline, lengths, [64, 100], samples=200),
+                    by_prompt=[]
+                    if name == "none"
+                    else by_length(once(records), once(baseline), lengths, [64, 100], samples=200),
                     timings=round_times(records),
                 )
             )

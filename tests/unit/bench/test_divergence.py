@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import transformers
 
 from drafttrain.bench.divergence import AnswerPair, Divergence, exact_match, first_difference, top2_gap
 from tests.support import tiny_target
@@ -39,3 +40,14 @@ def test_gap_is_that_of_the_targets_logits() -> None:
     with torch.no_grad():
         best = target.hf(input_ids=torch.tensor([ids])).logits[0, -1].topk(2).values
     assert top2_gap(target, ids) == pytest.approx(float(best[0] - best[1]), rel=1e-4)
+
+
+def test_with_a_repetition_penalty_the_gap_is_that_behind_it() -> None:
+    """What looks like a clear choice may be a tie of what the greedy choice is made of, and the other way round."""
+    target = tiny_target()
+    ids = [3, 9, 4, 9]
+    with torch.no_grad():
+        logits = target.hf(input_ids=torch.tensor([ids])).logits
+    processor = transformers.RepetitionPenaltyLogitsProcessor(3.0)
+    best = processor(torch.tensor([ids]), logits[:, -1])[0].topk(2).values
+    assert top2_gap(target, ids, 3.0) == pytest.approx(float(best[0] - best[1]), rel=1e-4)

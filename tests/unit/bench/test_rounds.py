@@ -3,8 +3,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from drafttrain.bench.lengths import by_length
-from drafttrain.bench.rounds import by_answer, round_times
+from drafttrain.bench.rounds import round_times
 from drafttrain.engine.records import RoundRecord
+from tests.unit.bench.answers import once
 
 Make = Callable[..., RoundRecord]
 
@@ -23,27 +24,21 @@ def test_rows_of_a_round_are_counted_once_and_sizes_kept_apart(record: Make) -> 
     assert round_times([]) == []
 
 
-def test_a_turn_that_starts_again_is_the_next_repeat(record: Make) -> None:
-    records = [record("a", number=n, turn=t) for _ in range(2) for t in (0, 1) for n in range(3)]
-    answers = by_answer(records)
-    assert list(answers) == [("a", 0, 0), ("a", 1, 0), ("a", 0, 1), ("a", 1, 1)]
-    assert all(len(rounds) == 3 for rounds in answers.values())
-
-
 def test_buckets_pair_the_same_answers_on_both_sides(record: Make) -> None:
     """Long answers gain 1.5x, short ones nothing; an answer that one side lacks is in no bucket."""
     baseline = [record(q, proposed=0, number=n) for q in ("s", "l", "m", "x") for n in range(6)]
     drafted = [record("s", accepted=1, number=n, verify_s=2.0) for n in range(3)]
     drafted += [record(q, accepted=2, number=n, verify_s=2.0) for q in ("l", "m") for n in range(2)]
     lengths = {("s", 0, 0): 9, ("l", 0, 0): 10, ("m", 0, 0): 99, ("x", 0, 0): 5}
-    buckets = by_length(drafted, baseline, lengths, [10, 100], samples=100)
+    answers, plain = once(drafted), once(baseline)
+    buckets = by_length(answers, plain, lengths, [10, 100], samples=100)
     assert [(str(b), b.answers, b.tau, b.speedup) for b in buckets] == [("0–9", 1, 2.0, 1.0), ("10–99", 2, 3.0, 1.5)]
     assert buckets[0].speedup_ci is None and buckets[1].speedup_ci == (1.5, 1.5)
-    assert [str(b) for b in by_length(drafted, baseline, lengths, [9], samples=100)] == ["9+"]
+    assert [str(b) for b in by_length(answers, plain, lengths, [9], samples=100)] == ["9+"]
 
 
 def test_an_impossible_bucket_is_no_result(record: Make) -> None:
     baseline = [record("a", proposed=0, number=n) for n in range(6)]
     drafted = [record("a", accepted=1, number=n, verify_s=0.5) for n in range(3)]
-    (bucket,) = by_length(drafted, baseline, {("a", 0, 0): 7}, [10])
+    (bucket,) = by_length(once(drafted), once(baseline), {("a", 0, 0): 7}, [10])
     assert bucket.speedup is None and bucket.flag is not None and "impossible" in bucket.flag

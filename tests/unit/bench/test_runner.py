@@ -87,6 +87,16 @@ def test_repeats_pool_rounds_and_leave_requests_alone(target: TargetModel) -> No
     assert twice.drafts[0].requests == once.drafts[0].requests == 3
 
 
+def test_each_repeat_of_a_sampled_conversation_has_prompts_of_its_own(target: TargetModel) -> None:
+    wilful = Wilful()
+    run = run_suite(target, suite(temperatures=[1.0], repeats=2), PROMPTS, [Contender("one", "x", wilful)])
+    lengths = {turn: [len(ids) for t, ids in wilful.prompts if t == turn] for turn in range(3)}
+    assert len(lengths[1]) == len(lengths[2]) == 2  # other answers went before
+    drafted = run.drafts[1]
+    assert drafted.prompt_tokens == 2 * sum(lengths[0]) + sum(lengths[1]) + sum(lengths[2])
+    assert sum(bucket.answers for bucket in drafted.by_prompt) == drafted.prefills == 10
+
+
 def test_one_new_token_leaves_nothing_to_measure(target: TargetModel) -> None:
     """The prefill gives the only token: no round, no tau, no speed-up, no crash."""
     run = run_suite(target, suite(max_new_tokens=1), PROMPTS, [Contender("n", "ngram", NGramProposer())])
