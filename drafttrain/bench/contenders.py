@@ -40,8 +40,13 @@ from drafttrain.targets.model import TargetModel
 REFERENCES = ("none", "ngram", "suffix", "oracle")
 
 
-def files_used(drafts: Sequence[Draft]) -> Iterator[Path]:
-    """What the lines of a suite refer to besides the run: weights of other drafts, and what was calibrated."""
+def files_used(suite: SuiteConfig) -> Iterator[Path]:
+    """What a suite refers to besides the run: weights of other drafts, and what was calibrated."""
+    yield from (Path(tree.file) for tree in suite.trees if tree.file is not None)
+    yield from _files_of(suite.drafts)
+
+
+def _files_of(drafts: Sequence[Draft]) -> Iterator[Path]:
     for entry in drafts:
         if isinstance(entry, str):
             continue
@@ -51,7 +56,7 @@ def files_used(drafts: Sequence[Draft]) -> Iterator[Path]:
             yield Path(entry.skip)
         if entry.tree is not None and entry.tree.file is not None:
             yield Path(entry.tree.file)
-        yield from files_used(entry.parts)
+        yield from _files_of(entry.parts)
 
 
 @dataclass(frozen=True)

@@ -17,13 +17,13 @@ from drafttrain.bench.leaderboard import rows_of, write_rows
 from drafttrain.bench.prompts import EvalPrompt
 from drafttrain.bench.report.html import render_html
 from drafttrain.bench.result import EvalResult
-from drafttrain.bench.runner import Contender, Progress, SuiteRun, run_suite
+from drafttrain.bench.runner import Progress, SuiteRun, run_suite
 from drafttrain.bench.suite import SuiteConfig
 from drafttrain.bench.tables import tables
 from drafttrain.bench.training_cost import TrainingCost, training_cost
-from drafttrain.drafters.saving import META, WEIGHTS, find_draft
+from drafttrain.drafters.saving import META, WEIGHTS, find_draft, read_meta
 from drafttrain.errors import RecipeError
-from drafttrain.files import atomic_file, sha256_file, sha256_text, write_json
+from drafttrain.files import atomic_file, settled, sha256_file, sha256_text, write_json
 from drafttrain.recipe.load import load_recipe
 from drafttrain.recipe.provenance import git_revision, hardware, versions
 from drafttrain.recipe.schema import Recipe
@@ -42,6 +42,28 @@ class Written:
     report: Path
     records: Path
     rows: Path
+
+
+@dataclass(frozen=True)
+class _UnderTest:
+    """The draft of the run.
+
+    Attributes:
+        folder: where it is saved.
+        family: its family.
+        files: name -> SHA-256 of what it is read from.
+    """
+
+    folder: Path
+    family: str
+    files: dict[str, str]
+
+    @staticmethod
+    def of(run: str | Path) -> _UnderTest:
+        """Of a run. Raises CheckpointError where it has none."""
+        folder = find_draft(run)
+        files = {name: sha256_file(settled(folder) / name) for name in (WEIGHTS, META)}
+        return _UnderTest(folder, read_meta(folder).family, files)
 
 
 def evaluate(
@@ -71,9 +93,9 @@ def evaluate(
     require_run(run, suite)
     recipe = load_recipe(run, overrides)
     prompts = suite.load_prompts()
-    draft = find_draft(run) if suite.uses_run else None
+    draft = _UnderTest.of(run) if suite.uses_run else None
     target = load_target(recipe.target)
-    contenders = Contenders(target, suite, None if draft is None else (recipe.name, draft)).all()
+    contenders = Contenders(target, suite, None if draft is None else (recipe.name, draft.folder)).all()
     journal = None
     if folder is not None:
         journal = Journal(folder / UNFINISHED, _key(recipe, suite, prompts, draft, target), fresh)
@@ -84,7 +106,7 @@ def evaluate(
     # What may be damaged is read before anything is measured.
     training = training_cost(Path(run)) if draft is not None else None
     measured = run_suite(target, suite, prompts, contenders, progress, recipe.data.template_kwargs, journal)
-    return _result(recipe, suite, prompts, contenders, target, measured, training), measured
+    return _result(recipe, suite, prompts, draft, target, measured, training), measured
 
 
 def require_run(run: str | Path, suite: SuiteConfig) -> None:
@@ -98,7 +120,7 @@ def require_run(run: str | Path, suite: SuiteConfig) -> None:
 
 
 def _key(
-    recipe: Recipe, suite: SuiteConfig, prompts: Sequence[EvalPrompt], draft: Path | None, target: TargetModel
+    recipe: Recipe, suite: SuiteConfig, prompts: Sequence[EvalPrompt], draft: _UnderTest | None, target: TargetModel
 ) -> dict[str, Any]:
     """All that a measurement depends on."""
     revision = git_revision()
@@ -111,8 +133,8 @@ def _key(
             "device": str(target.device),
             "template_kwargs": recipe.data.template_kwargs,
         },
-        "draft": None if draft is None else {name: sha256_file(draft / name) for name in (WEIGHTS, META)},
-        "files": {str(path): sha256_file(path) for path in files_used(suite.drafts) if path.is_file()},
+        "draft": None if draft is None else draft.files,
+        "files": {str(path): sha256_file(path) for path in files_used(suite) if path.is_file()},
         "versions": {**versions(), "revision": revision and revision["commit"]},
         "hardware": hardware(),
     }
@@ -153,21 +175,21 @@ def _result(
     recipe: Recipe,
     suite: SuiteConfig,
     prompts: Sequence[EvalPrompt],
-    contenders: Sequence[Contender],
+    draft: _UnderTest | None,
     target: TargetModel,
     measured: SuiteRun,
     training: TrainingCost | None,
 ) -> EvalResult:
-    family = next((c.family for c in contenders if c.name == recipe.name), "")
     categories: dict[str, int] = {}
     for prompt in prompts:
         categories[prompt.category] = categories.get(prompt.category, 0) + 1
     revision = git_revision()
     return EvalResult(
         target=recipe.target.model,
-        run=recipe.name if family else "",
+        run="" if draft is None else recipe.name,
         recipe=recipe.name,
-        family=family,
+        family="" if draft is None else draft.family,
+        weights="" if draft is None else draft.files[WEIGHTS],
         suite=suite.model_dump(mode="json"),
         prompts=len(prompts),
         categories=categories,

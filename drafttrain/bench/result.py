@@ -136,6 +136,7 @@ class EvalResult:
 
     Attributes:
         target: name of the target; run, recipe, family: of the draft under test ("" without one).
+        weights: SHA-256 of that draft's weights; "" also in results from before it was kept.
         suite: the resolved suite.
         prompts: conversations in it; categories: prompts in each.
         drafts: one entry for each draft and setting, the baseline first in each setting.
@@ -162,6 +163,7 @@ class EvalResult:
     notes: list[str] = field(default_factory=list)
     device: str = "cpu"
     training: TrainingCost | None = None
+    weights: str = ""
 
     @property
     def settings(self) -> list[Setting]:

@@ -55,7 +55,10 @@ def run(arguments: argparse.Namespace) -> int:
     folder: Path = arguments.run_folder
     if arguments.context is not None and arguments.memory is None:
         raise UserError("says nothing without a budget", where="--context", remedy="add --memory 16G")
-    advice = advise(find_result(folder, arguments.suite), budget=arguments.memory, context=arguments.context)
+    result = find_result(folder, arguments.suite)
+    advice = advise(result, budget=arguments.memory, context=arguments.context)
+    if _is_of_another_draft(result, folder):
+        advice.notes.insert(0, "The eval is of another draft than the run has now: measure it again.")
     method = METHODS.get(advice.family)
     refused = None if method is None else _refusal(folder)
     served = None
@@ -79,6 +82,18 @@ def run(arguments: argparse.Namespace) -> int:
         if len(advice.chains) > 1:
             print(f"  beyond batch {advice.chains[-1][1]}, which nothing here covers, the last entry stays in force")
     return 0
+
+
+def _is_of_another_draft(result: EvalResult, run: Path) -> bool:
+    """Whether the run was trained on since; False where it cannot be told."""
+    from drafttrain.drafters.saving import WEIGHTS, find_draft
+    from drafttrain.errors import CheckpointError
+    from drafttrain.files import settled, sha256_file
+
+    try:
+        return bool(result.weights) and result.weights != sha256_file(settled(find_draft(run)) / WEIGHTS)
+    except CheckpointError:
+        return False
 
 
 def _refusal(run: Path) -> str | None:

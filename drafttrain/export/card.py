@@ -8,7 +8,7 @@ from typing import Any
 from drafttrain.export.forecast import Forecast, describe
 from drafttrain.export.ir import DraftIR
 from drafttrain.export.layout import Engine, Layout
-from drafttrain.export.measured import Measurement
+from drafttrain.export.measured import Evidence, Measurement
 
 _NAMES = {"eagle3": "EAGLE-3", "eagle1": "EAGLE-1", "medusa": "Medusa", "draft_lm": "draft LM"}
 _UNKNOWN = {"name": "unknown", "n_layers": "?", "hidden_size": "?"}
@@ -19,8 +19,7 @@ def model_card(
     engine: Engine,
     layout: Layout,
     command: str,
-    measured: list[Measurement],
-    in_training: Mapping[str, Any] | None,
+    evidence: Evidence,
     recipe: str | None,
     expected: Forecast | None = None,
 ) -> str:
@@ -28,8 +27,7 @@ def model_card(
 
     Args:
         command: how this folder is served.
-        measured: rows of evaluations.
-        in_training: the best measurement on held-out prompts while training.
+        evidence: what was measured of the draft.
         recipe: the resolved recipe, as YAML.
         expected: what the server's counters should show.
     """
@@ -42,7 +40,7 @@ def model_card(
         _serving_notes(ir, engine),
         *([] if expected is None else ["## Expected in the server", _bullets(describe(expected, engine.name))]),
         "## Measured",
-        _measured(measured, in_training),
+        _measured(evidence.rows, evidence.in_training),
         "## Trained",
         _trained(ir),
     ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -42,18 +43,48 @@ class Measurement:
     chain_ci: list[tuple[float, float]] = field(default_factory=list)
 
 
-def measurements(run: Path, recipe: str) -> list[Measurement]:
-    """The rows of this run's draft in `eval/*/result.json`."""
-    found = []
-    for path in sorted(run.glob("eval/*/result.json")):
-        result = read_json(path)
-        for row in result["drafts"]:
-            if row["draft"] == recipe and row["acceptance"]["tau"] is not None:
-                found.append(_row(result, row))
-    return found
+@dataclass(frozen=True)
+class Evidence:
+    """What a run's folder says of one of its drafts.
+
+    Attributes:
+        rows: of evaluations.
+        in_training: its acceptance on held-out prompts, measured when its training stood there; None where it was not.
+        outdated: suites whose results are of another draft of the run, by name.
+    """
+
+    rows: list[Measurement]
+    in_training: dict[str, Any] | None
+    outdated: list[str]
+
+    @staticmethod
+    def of(run: Path, provenance: Mapping[str, Any], weights: str) -> Evidence:
+        """From `eval/*/result.json` and `metrics.jsonl`.
+
+        Args:
+            run: the folder.
+            provenance: of the draft.
+            weights: SHA-256 of its weights as they are saved: a run that was trained on has other drafts.
+        """
+        results = [(path.parent.name, read_json(path)) for path in sorted(run.glob("eval/*/result.json"))]
+        # Results from before it was kept do not say whose they are.
+        others = [name for name, result in results if result.get("weights") not in (None, "", weights)]
+        own = [result for name, result in results if name not in others]
+        return Evidence(
+            [row for result in own for row in measurements(result, str(provenance.get("recipe")))],
+            while_training(run, provenance.get("step")),
+            others,
+        )
 
 
-def _row(result: dict[str, Any], row: dict[str, Any]) -> Measurement:
+def measurements(result: Mapping[str, Any], recipe: str) -> Iterator[Measurement]:
+    """The rows of a draft in the content of a `result.json`, by the name of its recipe."""
+    for row in result["drafts"]:
+        if row["draft"] == recipe and row["acceptance"]["tau"] is not None:
+            yield _row(result, row)
+
+
+def _row(result: Mapping[str, Any], row: Mapping[str, Any]) -> Measurement:
     acceptance, speed, setting = row["acceptance"], row["speed"] or {}, row["setting"]
     return Measurement(
         suite=result["suite"]["name"],
@@ -77,10 +108,16 @@ def _interval(value: Any) -> tuple[float, float] | None:
     return None if value is None else (float(value[0]), float(value[1]))
 
 
-def while_training(run: Path) -> dict[str, Any] | None:
-    """The best acceptance measured on held-out prompts during training, from `metrics.jsonl`."""
+def while_training(run: Path, step: int | None = None) -> dict[str, Any] | None:
+    """The acceptance on held-out prompts that `metrics.jsonl` has of a draft.
+
+    Args:
+        step: of the draft; where it is not known, the best of the run is meant.
+    """
     path = run / "metrics.jsonl"
     if not path.exists():
         return None
     records = [record for _, record in read_jsonl(path) if record.get("kind") == "eval"]
+    if step is not None:
+        records = [record for record in records if record["step"] == step]
     return max(records, key=lambda record: record["tau"], default=None)

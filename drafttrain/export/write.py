@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from drafttrain.drafters.saving import WEIGHTS as SAVED_WEIGHTS
 from drafttrain.drafters.saving import find_draft
 from drafttrain.errors import UserError
 from drafttrain.export.card import model_card
@@ -18,7 +20,7 @@ from drafttrain.export.gguf_file import GGUF
 from drafttrain.export.hf import HF
 from drafttrain.export.ir import DraftIR, ExportError, read_ir
 from drafttrain.export.layout import Engine, Layout
-from drafttrain.export.measured import measurements, while_training
+from drafttrain.export.measured import Evidence
 from drafttrain.export.sglang import SGLANG
 from drafttrain.export.sidecar import SIDECAR, read_sidecar, sidecar
 from drafttrain.export.speculators import SPECULATORS
@@ -27,8 +29,9 @@ from drafttrain.export.target_head import target_of, with_target_head
 from drafttrain.export.trtllm import TRTLLM
 from drafttrain.export.verify import CONFIG, WEIGHTS, verify_export
 from drafttrain.export.vllm import VLLM
-from drafttrain.files import atomic_folder, require_free_space, write_json
+from drafttrain.files import atomic_folder, require_free_space, settled, sha256_file, write_json
 from drafttrain.recipe.load import RESOLVED, load_recipe
+from drafttrain.recipe.schema import Recipe
 from drafttrain.targets import embedded
 
 ENGINES = {engine.name: engine for engine in (VLLM, SPECULATORS, SGLANG, TRTLLM, HF, GGUF)}
@@ -44,7 +47,7 @@ class Exported:
     Attributes:
         engine: its name.
         folder: where it lies.
-        notes: what was converted.
+        notes: what was converted, and measurements that are not of this draft.
         command: how it is served.
         nbytes: size of the weights.
         expected: what the server's counters should show, where the draft was measured.
@@ -86,16 +89,15 @@ def export_draft(
     chosen = [_engine(name) for name in dict.fromkeys(engines)]
     if not chosen:
         raise ExportError("no engine is named", where="--to", remedy=f"known are {', '.join(ENGINES)}")
-    draft = find_draft(run)
-    source = draft if draft == Path(run) and not (draft.parent / RESOLVED).exists() else draft.parent
-    recipe = load_recipe(source) if (source / RESOLVED).exists() else None
+    source = _Source.of(run)
+    recipe = source.recipe
     if dtype is None and recipe is not None:
         dtype = getattr(torch, recipe.target.dtype)
-    ir = read_ir(draft, dtype)
+    ir = read_ir(source.draft, dtype)
     if VLLM in chosen:
         ir = with_target_head(ir, recipe.target if recipe is not None else target_of(ir))
     k = draft_tokens(ir, k, recipe.evaluation.k if recipe is not None else None)
-    base = Path(out) if out is not None else source / "export"
+    base = Path(out) if out is not None else source.folder / "export"
     folders = [base / engine.name for engine in chosen]
     for folder in folders:
         _check_place(folder, overwrite)
@@ -105,37 +107,68 @@ def export_draft(
         for engine, folder in zip(chosen, folders, strict=True)
     ]
     require_free_space(base, len(chosen) * ir.nbytes + (1 << 20))
-    rows, in_training = measurements(source, str(ir.provenance.get("recipe"))), while_training(source)
-    expected = forecast(rows, in_training, k)
+    evidence = source.evidence(ir)
+    expected = forecast(evidence.rows, evidence.in_training, k)
+    passed_over = [f"eval/{name} is of another draft of this run: measure again" for name in evidence.outdated]
     written = []
     for engine, folder, layout in zip(chosen, folders, layouts, strict=True):
         command = engine.command(ir, folder, target, k)
-        card = model_card(
-            ir,
-            engine,
-            layout,
-            command,
-            rows,
-            in_training,
-            (source / RESOLVED).read_text(encoding="utf-8") if recipe is not None else None,
-            expected,
-        )
-        write = engine.write or _write_checkpoint
-        texts = {**layout.files, CARD: card}
-        try:
-            with atomic_folder(folder, replace=overwrite) as partial:
-                write(partial, ir, layout, folder)
-                write_json(partial / SIDECAR, sidecar(ir, engine, expected))
-                for name, text in texts.items():
-                    (partial / name).write_text(text, encoding="utf-8")
-        except OSError as error:
-            raise UserError(
-                f"cannot be written: {error}", where=folder, remedy="free some space or give --out"
-            ) from None
+        texts = {**layout.files, CARD: model_card(ir, engine, layout, command, evidence, source.text, expected)}
+        _write_folder(folder, engine, ir, layout, sidecar(ir, engine, expected), texts, overwrite)
         for note in layout.notes:
             _log.info("%s: %s", engine.name, note)
-        written.append(Exported(engine.name, folder, layout.notes, command, ir.nbytes, expected))
+        notes = [*layout.notes, *passed_over]
+        written.append(Exported(engine.name, folder, notes, command, ir.nbytes, expected))
     return written
+
+
+@dataclass(frozen=True)
+class _Source:
+    """Where a draft comes from.
+
+    Attributes:
+        draft: its folder.
+        folder: of the run; the draft's own where there is none around it.
+        recipe: the run's, where it is there; text: the same as it stands on disk.
+    """
+
+    draft: Path
+    folder: Path
+    recipe: Recipe | None
+    text: str | None
+
+    @staticmethod
+    def of(run: str | Path) -> _Source:
+        draft = find_draft(run)
+        alone = draft == Path(run) and not (draft.parent / RESOLVED).exists()
+        folder = draft if alone else draft.parent
+        if not (folder / RESOLVED).exists():
+            return _Source(draft, folder, None, None)
+        return _Source(draft, folder, load_recipe(folder), (folder / RESOLVED).read_text(encoding="utf-8"))
+
+    def evidence(self, ir: DraftIR) -> Evidence:
+        return Evidence.of(self.folder, ir.provenance, sha256_file(settled(self.draft) / SAVED_WEIGHTS))
+
+
+def _write_folder(
+    folder: Path,
+    engine: Engine,
+    ir: DraftIR,
+    layout: Layout,
+    about: Mapping[str, Any],
+    texts: Mapping[str, str],
+    overwrite: bool,
+) -> None:
+    """One export, whole or not at all."""
+    write = engine.write or _write_checkpoint
+    try:
+        with atomic_folder(folder, replace=overwrite) as partial:
+            write(partial, ir, layout, folder)
+            write_json(partial / SIDECAR, about)
+            for name, text in texts.items():
+                (partial / name).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"cannot be written: {error}", where=folder, remedy="free some space or give --out") from None
 
 
 def _check_place(folder: Path, overwrite: bool) -> None:

@@ -23,8 +23,10 @@ from drafttrain.drafters.build import build_drafter, init_from_target
 from drafttrain.drafters.eagle.config import Eagle3Config
 from drafttrain.drafters.medusa.config import MedusaConfig
 from drafttrain.drafters.saving import save_draft
+from drafttrain.engine.calibration_file import TreeFile, write_calibration
 from drafttrain.engine.records import RoundRecord
 from drafttrain.errors import CheckpointError, DataError, EngineError, RecipeError, UserError
+from drafttrain.files import sha256_file
 from drafttrain.targets.config import TargetConfig
 from drafttrain.targets.load import load_target
 from tests.chats import CHATML, chat_tokenizer
@@ -205,6 +207,10 @@ def test_memory_added_is_the_drafts_weights_and_caches(results: dict[str, Any], 
     assert all(e["memory"]["weights"] == 0 for e in entries(results, "ngram"))
 
 
+def test_the_result_says_which_weights_it_is_of(results: dict[str, Any], home: Path) -> None:
+    assert results["weights"] == sha256_file(home / "runs/tiny-eagle3/best/model.safetensors")
+
+
 def test_an_interrupted_eval_goes_on(home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     suite, overrides = str(home / "suite.yaml"), ["temperatures=[0.0]", "limit=2", "drafts=[run]"]
     run, out = str(home / "runs/tiny-eagle3"), tmp_path / "out"
@@ -229,6 +235,22 @@ def test_an_interrupted_eval_goes_on(home: Path, tmp_path: Path, capsys: pytest.
         "leaderboard.json",
         ".lock",
     }
+
+
+def test_another_tree_file_is_another_eval(home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run, tree, out = str(home / "runs/tiny-eagle3"), tmp_path / "tree.json", tmp_path / "out"
+    write_calibration(tree, TreeFile("sequoia", (-1, 0, 0), False, {}))
+    overrides = ["temperatures=[0.0]", "limit=1", "drafts=[run]", f"trees=[{{file: {tree}}}]"]
+
+    def interrupt(what: str, done: int, total: int) -> None:
+        if "batch 2" in what:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run_evaluation(run, load_suite(home / "suite.yaml", overrides), progress=interrupt, folder=out)
+    write_calibration(tree, TreeFile("sequoia", (-1, -1, 0), False, {}))
+    assert evaluate(run, "--suite", str(home / "suite.yaml"), *overrides, "--out", str(out), "--no-leaderboard") == 0
+    assert "is dropped: other files" in capsys.readouterr().out
 
 
 def test_what_another_eval_left_is_dropped_and_said(
@@ -369,6 +391,8 @@ def test_calibrated_and_untrained_drafts(home: Path, tmp_path: Path) -> None:
     assert evaluate(*words, "--out", str(tmp_path / "out"), "--suite", str(home / "suite.yaml")) == 0
     result = json.loads((tmp_path / "out" / "result.json").read_text("utf-8"))
     assert len(result["drafts"]) == 8
+    # The draft under test is in three of them, and by itself in none.
+    assert (result["run"], result["family"]) == ("tiny-eagle3", "eagle3")
     for entry in result["drafts"][1:]:
         assert entry["exact"]["rate"] == 1.0 and entry["acceptance"]["rounds"] > 0
     bad = {

@@ -16,7 +16,7 @@ from drafttrain.drafters.eagle.config import Eagle1Config
 from drafttrain.drafters.medusa.config import MedusaConfig
 from drafttrain.drafters.saving import save_draft
 from drafttrain.errors import DataError, UserError
-from drafttrain.files import write_json
+from drafttrain.files import sha256_file, write_json
 from tests.draft_support import new_draft
 from tests.support import tiny_target
 from tests.unit.bench.conftest import simulate
@@ -189,10 +189,12 @@ def test_medusa_heads_that_read_the_targets_are_no_reason_to_refuse(
     """The export brings vLLM a copy of that head. What vLLM does refuse is said, and nothing advised for it."""
     for config, refusal in ((MedusaConfig(num_heads=2, head="target"), None), (Eagle1Config(fc_bias=True), "fc_bias")):
         result = {**wide_evaluation.to_json(), "family": config.family}
-        write_json(tmp_path / "eval" / "tables" / "result.json", result)
         save_draft(tmp_path / "draft", new_draft(config, tiny_target()), target={}, replace=True)
+        result["weights"] = "0" * 64 if refusal else sha256_file(tmp_path / "draft" / "model.safetensors")
+        write_json(tmp_path / "eval" / "tables" / "result.json", result)
         assert run_command(str(tmp_path), "--json") == 0
         said = json.loads(capsys.readouterr().out)
+        assert ("another draft" in said["notes"][0]) == bool(refusal)
         assert run_command(str(tmp_path)) == 0
         words = capsys.readouterr().out
         if refusal is None:

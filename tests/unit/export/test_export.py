@@ -28,7 +28,7 @@ from drafttrain.export.tap_ids import KEY
 from drafttrain.export.verify import verify_export
 from drafttrain.export.vllm import VLLM
 from drafttrain.export.write import ENGINES, export_draft
-from drafttrain.files import read_json, write_json
+from drafttrain.files import read_json, sha256_file, write_json
 from drafttrain.modeling.causal_lm import CausalLM
 from drafttrain.modeling.vocab_map import VocabMap
 from tests.draft_support import new_draft
@@ -373,6 +373,25 @@ def test_measurements_of_the_run_are_in_the_card(tmp_path: Path) -> None:
     assert "| core | 4 | 0 | 1 | 2.35 [2.20, 2.50] | 0.70 / 0.40 / - | 0.34 | 1.50 [1.40, 1.60] |" in card
     assert card.count("| core |") == 1
     assert "CPU x, 2026-11-03" in card and "tau 2.10 at step 7" in card
+
+
+def test_what_was_measured_of_other_drafts_of_the_run_is_no_claim_of_this_one(tmp_path: Path) -> None:
+    """A run is evaluated, trained on and exported: the forecast must not be that of the draft before."""
+    run = saved(tmp_path, CONFIGS["eagle3"])
+    row = {"draft": "tiny", "setting": {"k": 4, "temperature": 0.0, "batch": 1}, "speed": None}
+    row["acceptance"] = {"tau": 2.3, "tau_ci": None, "alpha": [0.7], "per_position": [0.7], "acceptance_rate": 0.3}
+    weights = sha256_file(run / "draft" / "model.safetensors")
+    for suite, measured in (("before", "0" * 64), ("now", weights), ("unknown", "")):
+        (run / "eval" / suite).mkdir(parents=True)
+        result = {"suite": {"name": suite}, "drafts": [row], "hardware": "CPU x", "date": "2026", "weights": measured}
+        write_json(run / "eval" / suite / "result.json", result)
+    log = ({"kind": "eval", "step": step, "tau": tau, "k": 4} for step, tau in ((5, 2.1), (7, 1.9)))
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in log))
+    (written,) = export_draft(run, ["vllm"])
+    card = (written.folder / "README.md").read_text("utf-8")
+    assert "| now |" in card and "| unknown |" in card and "| before |" not in card
+    assert written.notes[-1] == "eval/before is of another draft of this run: measure again"
+    assert "tau 1.90 at step 7" in card  # the draft of step 7 is exported, and not the best one, of step 5
 
 
 def broken(layout: Layout, folder: Path, what: str) -> None:

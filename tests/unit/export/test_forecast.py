@@ -12,7 +12,7 @@ import pytest
 from drafttrain.bench.metrics import acceptance
 from drafttrain.engine.records import RoundRecord
 from drafttrain.export.forecast import Forecast, describe, forecast
-from drafttrain.export.measured import Measurement, measurements
+from drafttrain.export.measured import Evidence, Measurement
 from drafttrain.export.prove.bundled import server_counts
 from drafttrain.files import write_json
 
@@ -52,7 +52,7 @@ def test_rounds_of_three_two_one_and_none(tmp_path: Path) -> None:
     (tmp_path / "eval" / "core").mkdir(parents=True)
     result = {"suite": {"name": "core"}, "drafts": [row], "hardware": "h", "date": "2026-11-30"}
     write_json(tmp_path / "eval" / "core" / "result.json", result)
-    found = expected(measurements(tmp_path, "tiny"), 3)
+    found = expected(Evidence.of(tmp_path, {"recipe": "tiny"}, "w").rows, 3)
     counters = server_counts(records, 3, {"a": 100})
     assert found.length == counters.mean_length == 2.5
     assert found.unconditional == pytest.approx([n / counters.drafts for n in counters.per_position])
@@ -91,7 +91,7 @@ def test_the_point_lies_in_its_interval_however_short_the_answers(tmp_path: Path
     result = {"suite": {"name": "core"}, "drafts": [row], "hardware": "h", "date": "2026-11-30"}
     write_json(tmp_path / "eval" / "core" / "result.json", result)
     for k in (1, 2, 3, 4):
-        found = expected(measurements(tmp_path, "tiny"), k)
+        found = expected(Evidence.of(tmp_path, {"recipe": "tiny"}, "w").rows, k)
         assert found.length_interval is not None
         low, high = found.length_interval
         assert found.length == pytest.approx(measured.chain[k - 1]) and low <= found.length <= high
