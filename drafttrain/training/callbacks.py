@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -10,6 +11,7 @@ from typing import Any, Protocol
 
 from drafttrain.drafters.base import Drafter
 from drafttrain.errors import UserError
+from drafttrain.files import atomic_file
 from drafttrain.recipe.training_config import TrackingConfig
 
 
@@ -61,10 +63,34 @@ def require_tracker(config: TrackingConfig) -> None:
         )
 
 
-class WandbTracker:
-    """Sends records to wandb; offline unless asked."""
+def tracker_id(folder: Path, name: str, *, resumed: bool) -> str:
+    """What the tracker knows this run by: its own, since runs in other folders may have its name, and since a tracker
+    drops what goes back to steps that it has.
 
-    def __init__(self, config: TrackingConfig, name: str, folder: Path, recipe: dict[str, Any]) -> None:
+    Args:
+        folder: of the run, which keeps it.
+        name: of the run; the id of runs from before it was kept.
+        resumed: whether this launch goes on with the run.
+    """
+    file = folder / "wandb.id"
+    if resumed:
+        return file.read_text(encoding="utf-8").strip() if file.exists() else name
+    made = f"{name}-{uuid.uuid4().hex[:8]}"
+    with atomic_file(file) as partial:
+        partial.write_text(f"{made}\n", encoding="utf-8")
+    return made
+
+
+class WandbTracker:
+    """Sends records to wandb; offline unless asked.
+
+    Args:
+        name: as wandb shows it; `run_id`: as it knows it, see `tracker_id`.
+        folder: where wandb keeps its files.
+        recipe: in JSON form.
+    """
+
+    def __init__(self, config: TrackingConfig, name: str, run_id: str, folder: Path, recipe: dict[str, Any]) -> None:
         import wandb
 
         mode: Any = config.wandb
@@ -75,7 +101,7 @@ class WandbTracker:
             mode=mode,
             config=recipe,
             resume="allow",
-            id=name,
+            id=run_id,
         )
 
     def on_record(self, record: dict[str, Any]) -> None:

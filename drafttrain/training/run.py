@@ -31,7 +31,7 @@ from drafttrain.targets.load import load_target, resolve_device
 from drafttrain.training.acceptance import EngineMeasurement
 from drafttrain.training.adapter import ADAPTER, require_peft, save_adapter
 from drafttrain.training.ahead import batches_ahead
-from drafttrain.training.callbacks import Listener, WandbTracker, require_tracker
+from drafttrain.training.callbacks import Listener, WandbTracker, require_tracker, tracker_id
 from drafttrain.training.checkpoint import require_same_run, set_aside
 from drafttrain.training.distributed import from_main, make_accelerator
 from drafttrain.training.heartbeat import Heartbeat
@@ -326,7 +326,8 @@ def _listeners(recipe: Recipe, folder: Path, trainer: Trainer, console: Console)
         ProgressLine(console, trainer.total_steps, trainer.state.step),
     ]
     if recipe.tracking.wandb != "off":
-        found.append(WandbTracker(recipe.tracking, recipe.name, folder, recipe.model_dump(mode="json")))
+        known_as = tracker_id(folder, recipe.name, resumed=trainer.state.step > 0)
+        found.append(WandbTracker(recipe.tracking, recipe.name, known_as, folder, recipe.model_dump(mode="json")))
     return found
 
 

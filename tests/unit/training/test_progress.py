@@ -13,7 +13,7 @@ from rich.console import Console
 from drafttrain.cli.output import lasting_console
 from drafttrain.errors import UserError
 from drafttrain.recipe.training_config import TrackingConfig
-from drafttrain.training.callbacks import require_tracker
+from drafttrain.training.callbacks import require_tracker, tracker_id
 from drafttrain.training.metrics import MetricsLog
 from drafttrain.training.progress import ConsoleReporter, ProgressLine
 
@@ -98,6 +98,15 @@ def test_the_log_drops_what_a_killed_run_wrote_after_its_checkpoint(tmp_path: Pa
         file.write('{"kind": "tra')
     MetricsLog(path, 3).on_record({"kind": "train", "step": 4, "again": True})
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2, 3, 4]
+
+
+def test_a_tracker_knows_a_run_by_more_than_its_name(tmp_path: Path) -> None:
+    """Two seeds of one recipe in folders of their own, and a fresh start in one of them, are three runs."""
+    one, other = (tmp_path / name for name in ("a", "b"))
+    ids = [tracker_id(folder, "mine", resumed=False) for folder in (one, other, other)]
+    assert len({*ids, "mine"}) == 4 and all(found.startswith("mine-") for found in ids)
+    assert tracker_id(one, "mine", resumed=True) == ids[0] and tracker_id(other, "mine", resumed=True) == ids[2]
+    assert tracker_id(tmp_path / "older", "mine", resumed=True) == "mine"
 
 
 def test_a_missing_tracker_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
