@@ -37,8 +37,6 @@ from drafttrain.engine.tree_config import TreeConfig
 from drafttrain.errors import RecipeError
 from drafttrain.targets.model import TargetModel
 
-REFERENCES = ("none", "ngram", "suffix", "oracle")
-
 
 def files_used(suite: SuiteConfig) -> Iterator[Path]:
     """What a suite refers to besides the run: weights of other drafts, and what was calibrated."""
@@ -85,8 +83,6 @@ class Contenders:
         Raises:
             UserError: a draft that is missing, foreign, or cannot do what is asked.
         """
-        if self.run is not None and self.run[0] in REFERENCES:
-            raise RecipeError(f"a run cannot be called {self.run[0]}: that is the name of a reference")
         made = []
         for entry in self.suite.drafts:
             made.append(self._contender(entry))

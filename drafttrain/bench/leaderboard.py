@@ -16,10 +16,10 @@ from drafttrain.bench.report import text
 from drafttrain.bench.result import BASELINE, EvalResult
 from drafttrain.errors import DataError, UserError
 from drafttrain.files import atomic_file, find_resource, read_json, write_json
+from drafttrain.recipe.schema import REFERENCES
 
 FOLDER = "eval/leaderboard"
 PAGE = "README.md"
-_REFERENCES = ("ngram", "oracle")
 _HEAD = (
     "target",
     "draft",
@@ -108,7 +108,7 @@ def rows_of(result: EvalResult) -> list[Row]:
             target=result.target,
             family=entry.family,
             draft=entry.draft,
-            recipe="" if entry.family in _REFERENCES else result.recipe,
+            recipe="" if entry.family in REFERENCES else result.recipe,
             k=entry.setting.k,
             temperature=entry.setting.temperature,
             batch=entry.setting.batch,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field
 
 from drafttrain.config import Config, Place
 from drafttrain.corpus.config import DataConfig
@@ -17,9 +17,18 @@ from drafttrain.targets.config import TargetConfig
 SHORTHANDS = {"target": "model"}
 """Sections that may be written as one string, and the key it stands for: `target: smollm2-135m`."""
 
+REFERENCES = ("none", "ngram", "suffix", "oracle")
+"""What evaluations measure beside a run's draft, by name: no run can have one of these."""
+
 
 def _expand_target(value: Any) -> Any:
     return {SHORTHANDS["target"]: value} if isinstance(value, str) else value
+
+
+def _no_reference(name: str) -> str:
+    if name in REFERENCES:
+        raise ValueError(f"{name!r} is the name of a reference in evaluations: choose another")
+    return name
 
 
 class Recipe(Config):
@@ -40,7 +49,7 @@ class Recipe(Config):
         tracking: wandb.
     """
 
-    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    name: Annotated[str, AfterValidator(_no_reference)] = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
     seed: int = Field(0, ge=0)
     output_dir: Place | None = None
     target: Annotated[TargetConfig, BeforeValidator(_expand_target)]

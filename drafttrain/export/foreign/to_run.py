@@ -15,13 +15,12 @@ from drafttrain.files import atomic_folder, require_free_space
 from drafttrain.losses.config import LossConfig
 from drafttrain.recipe.load import save_recipe
 from drafttrain.recipe.provenance import collect_provenance, record_provenance
-from drafttrain.recipe.schema import Recipe
+from drafttrain.recipe.schema import REFERENCES, Recipe
 from drafttrain.recipe.training_config import EvaluationConfig, TrainingConfig
 from drafttrain.targets.config import TargetConfig
 
 DRAFT = "draft"
 _ODD = re.compile(r"[^A-Za-z0-9._-]+")
-_REFERENCES = ("none", "ngram", "oracle")  # names of references in evaluations
 _PROMPTS = 1024
 
 
@@ -88,4 +87,4 @@ def _recipe(foreign: ForeignDraft, target: TargetConfig, folder: Path) -> Recipe
 
 def _name(folder: Path) -> str:
     name = _ODD.sub("-", folder.resolve().name).strip("-._") or "draft"
-    return f"imported-{name}" if name in _REFERENCES else name
+    return f"imported-{name}" if name in REFERENCES else name

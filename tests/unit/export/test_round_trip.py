@@ -163,6 +163,12 @@ def test_bad_input_leaves_nothing(
     assert not (tmp_path / "out").exists()
 
 
+def test_a_run_is_never_called_like_a_reference(world: World, tmp_path: Path) -> None:
+    (written,) = export_draft(saved(tmp_path / "run", "eagle1", world), ["vllm"])
+    imported = write_run(read_foreign(written.folder), world.config, tmp_path / "suffix")
+    assert imported.recipe.name == "imported-suffix"
+
+
 def test_a_full_disk_leaves_nothing(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (written,) = export_draft(saved(tmp_path / "run", "eagle1", world), ["vllm"])
     found = read_foreign(written.folder, world.config)

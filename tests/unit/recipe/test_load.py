@@ -128,6 +128,7 @@ _VLLM = ("features.source=vllm", "features.urls=[http://a:1]", "features.exchang
         (["training.schedule=wsd", "training.warmup=0.9"], "are more than the whole run"),
         (["training={max_steps: 10, warmup: 10}"], "leaves nothing of max_steps 10"),
         (["name=../up"], "name"),
+        (["name=suffix"], "'suffix' is the name of a reference in evaluations"),
     ],
 )
 def test_impossible_combinations_are_refused_by_name(minimal: Path, overrides: list[str], message: str) -> None:
