@@ -6,6 +6,7 @@ loads without its recipe and a foreign target is refused by what it is, not by i
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -329,6 +330,20 @@ def warm_start(
     drafter = _built(replace(meta, config=config), vocab_map, device, folder)
     _fill(drafter, tensors, folder)
     return drafter.train(), meta
+
+
+def frozen_weights(drafter: Drafter) -> str | None:
+    """SHA-256 of the parameters that are not trained; None where all are.
+
+    Checkpoints leave them out: what is trained on top of them, such as adapters, means nothing with others.
+    """
+    frozen = [(name, parameter) for name, parameter in drafter.named_parameters() if not parameter.requires_grad]
+    digest = hashlib.sha256()
+    for name, parameter in sorted(frozen, key=lambda entry: entry[0]):
+        digest.update(name.encode())
+        for piece in parameter.detach().flatten().split(_PIECE):
+            digest.update(piece.cpu().contiguous().view(torch.uint8).numpy().data)
+    return digest.hexdigest() if frozen else None
 
 
 def draft_shape(config: DrafterConfig, folder: str | Path) -> Drafter | None:

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -30,7 +30,7 @@ from drafttrain.drafters.build import blocks_read, build_drafter, check_start, i
 from drafttrain.drafters.eagle.eagle3 import Eagle3Drafter
 from drafttrain.drafters.eagle.widen import widen_vocab
 from drafttrain.drafters.lora import add_lora
-from drafttrain.drafters.saving import check_target, warm_start
+from drafttrain.drafters.saving import check_target, frozen_weights, warm_start
 from drafttrain.errors import RecipeError, StoreError, TargetError, UserError
 from drafttrain.features.building import build_store, holds, identity_of, open_store, spot_check
 from drafttrain.features.hybrid import HybridFeatures
@@ -95,6 +95,10 @@ class RunParts:
     held_out_coverage: float | None
     data: dict[str, str]
 
+    @cached_property
+    def _frozen(self) -> str | None:
+        return frozen_weights(self.drafter)
+
     def fingerprint(self) -> dict[str, Any]:
         """What a checkpoint must share with the run that resumes it."""
         identity = self.target.identity
@@ -102,6 +106,7 @@ class RunParts:
             "target": identity.weights_hash,
             "data": self.corpus.key,
             "drafter": self.drafter.config.model_dump(mode="json"),
+            **({} if self._frozen is None else {"frozen": self._frozen}),
         }
 
 

@@ -32,6 +32,8 @@ SCHEMA = 1
 WEIGHTS, MOMENTS = "model.safetensors", "optimizer.safetensors"
 _SPARE = 16 << 20
 _NAME = re.compile(r"step-(\d{8})")
+# Keys of fingerprints that the first checkpoints do not have.
+_LATER = ("frozen",)
 
 
 @dataclass
@@ -164,7 +166,8 @@ def require_same_run(folder: Path, fingerprint: Mapping[str, Any]) -> None:
 
 
 def _same_run(path: Path, found: Mapping[str, Any], fingerprint: Mapping[str, Any]) -> None:
-    differing = [line for key, value in fingerprint.items() for line in _differences(key, found.get(key), value)]
+    known = {key: value for key, value in fingerprint.items() if key in found or key not in _LATER}
+    differing = [line for key, value in known.items() for line in _differences(key, found.get(key), value)]
     if differing:
         raise CheckpointError(
             f"the checkpoint belongs to another run; what differs: {'; '.join(differing)}",

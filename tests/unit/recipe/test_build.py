@@ -7,8 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from drafttrain.corpus.dataset import token_counts
+from drafttrain.drafters.saving import save_draft
 from drafttrain.errors import RecipeError, TargetError
 from drafttrain.files import read_json, write_json
 from drafttrain.recipe.build import build_run, prepare_store
@@ -120,6 +122,31 @@ def test_a_draft_that_cannot_start_is_refused_before_its_data_is_made(
     with pytest.raises(RecipeError, match=f"drafter: .*{message}"):
         stage(load_recipe(asked), Said())
     assert not run.exists() and not (tmp_path / "cache").exists()
+
+
+def test_a_run_goes_on_upon_the_frozen_weights_that_it_was_begun_on_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Adapters that were trained on one draft would be added to another, which lies in its place by now."""
+    monkeypatch.setenv("DRAFTTRAIN_CACHE", str(tmp_path / "cache"))
+    world, first = make_world(tmp_path), tmp_path / "first"
+    parts = build_run(load_recipe(recipe(world, tmp_path / "run")), Said())
+    assert "frozen" not in parts.fingerprint()  # all of it is trained, so all of it is in checkpoints
+    start = {**parts.drafter.config.model_dump(), "warm_start": str(first)}
+
+    def fingerprint(**drafter: object) -> dict[str, object]:
+        asked = recipe(world, tmp_path / "more", drafter={**start, **drafter})
+        return build_run(load_recipe(asked), Said()).fingerprint()
+
+    for partly in ({"lora": {"rank": 2}}, {"train_head": False}):
+        save_draft(first, parts.drafter, target=parts.target.identity.to_dict(), replace=True)
+        before, again = fingerprint(**partly), fingerprint(**partly)
+        with torch.no_grad():
+            next(p for name, p in parts.drafter.named_parameters() if name == "lm_head.weight").mul_(2)
+        save_draft(first, parts.drafter, target=parts.target.identity.to_dict(), replace=True)
+        after = fingerprint(**partly)
+        assert before == again and {key for key in after if after[key] != before[key]} == {"frozen"}
+    assert "frozen" not in fingerprint()
 
 
 def test_a_template_that_writes_what_the_target_has_no_row_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -128,6 +128,10 @@ def test_another_run_or_draft_is_refused_by_name(tmp_path: Path) -> None:
     model, optimizer = model_and_optimizer(0)
     with pytest.raises(CheckpointError, match=r"seed .checkpoint: 1, here: 2"):
         load(path, model, optimizer, {"seed": 2, "data": "abc"})
+    # One from before it was kept does not say on which frozen weights it was trained.
+    load(path, model, optimizer, {**FINGERPRINT, "frozen": "f"})
+    with pytest.raises(CheckpointError, match="another run; what differs: packing"):
+        load(path, model, optimizer, {**FINGERPRINT, "packing": True})
     wider, wider_optimizer = model_and_optimizer(0, size=6)
     with pytest.raises(CheckpointError, match=r"other shapes .*0\.bias"):
         load(path, wider, wider_optimizer)
