@@ -239,8 +239,9 @@ def _fit(run: _Run, parts: RunParts, source: FeatureSource) -> TrainResult:
     whole = trainer.strategy.whole(main) if result.finished else None
     if whole is not None:
         save(FINAL, whole)
-        if not (folder / BEST).exists():
-            save(BEST, whole)  # nothing was measured: the last draft is the best one known
+        # Where nothing was measured the last draft is the best one known, also of a run that goes on.
+        if result.state.best_step is None or not (folder / BEST).exists():
+            save(BEST, whole)
         report.say(f"the draft is in {folder / FINAL}")
     run.accelerator.wait_for_everyone()
     return result

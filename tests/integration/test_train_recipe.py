@@ -201,3 +201,6 @@ def test_a_checkpoint_of_another_run_is_refused_and_never_starts_afresh(world: P
     assert len(metrics(run)) == 12
     assert read_json(run / "best/draft.json")["draft_vocab_size"] == 100
     assert read_json(run / "best.1/draft.json")["draft_vocab_size"] == 128
+    # Nor is the one before it goes on.
+    train(world, str(path), "evaluation.prompts=0", "training.max_steps=13")
+    assert read_json(run / "best/draft.json")["provenance"]["step"] == 13
