@@ -38,7 +38,7 @@ class CalibrationOptions:
         batch: requests side by side, for which the tree is to be the fastest.
         nodes: size of the tree; None = the fastest on this machine.
         depth: deepest level tried.
-        evaluations: of the search for sub-layers.
+        evaluations: of the search for sub-layers; four a block of the target at least.
         seed: of sampling and search.
     """
 

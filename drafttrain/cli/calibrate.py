@@ -46,7 +46,13 @@ def register(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
     parser.add_argument("--nodes", type=positive, metavar="N", help="size of the tree; default: the fastest here")
     parser.add_argument("--depth", type=positive, default=6, metavar="N", help="deepest level tried (6)")
     parser.add_argument("--temperature", type=float, default=0.0, metavar="T", help="that sequoia counts at (0)")
-    parser.add_argument("--evaluations", type=positive, default=200, metavar="N", help="of the search for skip (200)")
+    parser.add_argument(
+        "--evaluations",
+        type=positive,
+        default=200,
+        metavar="N",
+        help="of the search for skip; at least four a block (200)",
+    )
     parser.add_argument("--seed", type=int, default=0, metavar="N")
     parser.add_argument("--out", type=Path, metavar="FILE", help="default: RUN/KIND.json")
     parser.set_defaults(run=run)

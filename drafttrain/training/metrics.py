@@ -28,7 +28,8 @@ class MetricsLog:
 
     def _cut(self, step: int) -> None:
         kept = []
-        for line in self.path.read_text(encoding="utf-8").splitlines():
+        # Not splitlines: a sample's id may hold other marks of a line's end.
+        for line in self.path.read_text(encoding="utf-8").split("\n"):
             try:
                 if json.loads(line)["step"] <= step:
                     kept.append(line)

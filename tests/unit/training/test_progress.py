@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import io
-import json
 import os
 import sys
 from pathlib import Path
@@ -12,6 +11,7 @@ from rich.console import Console
 
 from drafttrain.cli.output import lasting_console
 from drafttrain.errors import UserError
+from drafttrain.files import read_jsonl
 from drafttrain.recipe.training_config import TrackingConfig
 from drafttrain.training.callbacks import require_tracker, tracker_id
 from drafttrain.training.metrics import MetricsLog
@@ -93,11 +93,11 @@ def test_the_log_drops_what_a_killed_run_wrote_after_its_checkpoint(tmp_path: Pa
     path = tmp_path / "metrics.jsonl"
     log = MetricsLog(path, 0)
     for step in range(1, 6):
-        log.on_record({"kind": "train", "step": step})
+        log.on_record({"kind": "train", "step": step, "samples": "a\u2028b"})
     with path.open("a") as file:
         file.write('{"kind": "tra')
     MetricsLog(path, 3).on_record({"kind": "train", "step": 4, "again": True})
-    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2, 3, 4]
+    assert [record["step"] for _, record in read_jsonl(path)] == [1, 2, 3, 4]
 
 
 def test_a_tracker_knows_a_run_by_more_than_its_name(tmp_path: Path) -> None:

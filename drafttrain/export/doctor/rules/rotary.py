@@ -119,7 +119,7 @@ def _bare(parameters: Mapping[str, Any]) -> dict[str, Any]:
 def context(case: Case) -> Iterator[Finding]:
     """Case 25 of docs/cases.md."""
     said, wanted = case.draft.number("max_position_embeddings"), case.facts.context
-    if case.draft.family == "medusa" or wanted is None or (said is not None and said >= wanted):
+    if wanted is None or (said is not None and said >= wanted):
         return
     key = case.draft.key("max_position_embeddings")
     lm = case.draft.family == "draft_lm"
@@ -136,5 +136,5 @@ RULES = (
     Rule("rope-absent", absent, EAGLE, needs_target=True),
     Rule("rope-theta", theta, EAGLE, needs_target=True),
     Rule("rope-scaling", scaling, EAGLE, needs_target=True),
-    Rule("context-length", context, (*EAGLE, "medusa", "draft_lm"), needs_target=True),
+    Rule("context-length", context, (*EAGLE, "draft_lm"), needs_target=True),
 )
