@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +21,7 @@ from drafttrain.features.sources import FeatureSource
 from drafttrain.files import exclusive
 from drafttrain.modeling.compiled import require_compiler
 from drafttrain.recipe.build import RunParts, build_run, open_features, store_path, write_features
-from drafttrain.recipe.history import changes, check_changes, earlier_name, keep_recipe
+from drafttrain.recipe.history import Change, changes, check_changes, earlier_name, keep_recipe
 from drafttrain.recipe.load import RESOLVED
 from drafttrain.recipe.provenance import collect_provenance, record_provenance, versions
 from drafttrain.recipe.schema import Recipe
@@ -164,52 +164,90 @@ def _refuse_another_run(run: _Run, known: dict[str, Any]) -> None:
 
 
 def _fit(run: _Run, parts: RunParts, source: FeatureSource) -> TrainResult:
-    recipe, resume, ranks, report = run.recipe, run.resume, run.ranks, run.report
-    main, folder = ranks.main, run.folder
-    in_shards = isinstance(parts.target, ShardedTarget)
+    recipe, ranks, folder = run.recipe, run.ranks, run.folder
+    trainer = ranks.together(lambda: _trainer(run, parts, source))
+    ranks.together(lambda: trainer.restore(run.resume))
+    changed = {} if run.resume == "never" else ranks.together(lambda: changes(folder, recipe))
+    step, measured = trainer.state.step, trainer.state.best_step is not None
+    ranks.together(lambda: check_changes(folder, changed, step, trainer.total_steps, measured))
+    provenance = {**collect_provenance(parts.target.identity.to_dict(), parts.data), "sharding": run.launch.name}
+    listeners = _open_folder(run, trainer, changed, provenance) if ranks.main else []
+    drafts = _Drafts(run, parts, trainer, provenance)
+    with _named_by_rank(run.life):
+        result = trainer.fit(
+            listeners,
+            measure=_measurement(recipe, parts),
+            measure_every=recipe.evaluation.every,
+            on_best=lambda whole: drafts.save(BEST, whole),
+        )
+    if not result.finished:
+        run.report.say(f"stopped and saved after step {result.state.step}; the same command goes on from there")
+    whole = trainer.strategy.whole(ranks.main) if result.finished else None
+    if whole is not None:
+        drafts.save(FINAL, whole)
+        # Where nothing was measured the last draft is the best one known, also of a run that goes on.
+        if result.state.best_step is None or not (folder / BEST).exists():
+            drafts.save(BEST, whole)
+        run.report.say(f"the draft is in {folder / FINAL}")
+    run.accelerator.wait_for_everyone()
+    return result
+
+
+def _trainer(run: _Run, parts: RunParts, source: FeatureSource) -> Trainer:
+    recipe, in_shards = run.recipe, isinstance(parts.target, ShardedTarget)
     if isinstance(parts.target, ShardedTarget):
         source = TogetherFeatures(source, parts.target)
-    provenance = {**collect_provenance(parts.target.identity.to_dict(), parts.data), "sharding": run.launch.name}
     ahead = batches_ahead(recipe, run.accelerator.device.type == "cpu")
-    trained = TrainParts(
-        parts.drafter, parts.objective, source, parts.corpus.samples, parts.target.head(), in_shards, ahead
+    return Trainer(
+        run.accelerator,
+        recipe.training,
+        TrainParts(parts.drafter, parts.objective, source, parts.corpus.samples, parts.target.head(), in_shards, ahead),
+        run.folder,
+        seed=recipe.training_seed,
+        fingerprint=parts.fingerprint(),
+        launch=run.launch,
+        life=run.life,
+        warn=run.report.say,
     )
-    trainer = ranks.together(
-        lambda: Trainer(
-            run.accelerator,
-            recipe.training,
-            trained,
-            folder,
-            seed=recipe.training_seed,
-            fingerprint=parts.fingerprint(),
-            launch=run.launch,
-            life=run.life,
-            warn=report.say,
-        )
-    )
-    ranks.together(lambda: trainer.restore(resume))
-    changed = {} if resume == "never" else ranks.together(lambda: changes(folder, recipe))
-    state = trainer.state
-    measured = state.best_tau is not None
-    ranks.together(lambda: check_changes(folder, changed, state.step, trainer.total_steps, measured))
-    listeners: list[Listener] = []
-    if main:
-        folder.mkdir(parents=True, exist_ok=True)
-        if resume == "never":
-            begin_anew(folder, recipe.drafter.warm_start)
-        said = keep_recipe(recipe, folder, state.step, changed)
-        if said is not None:
-            report.say(said)
-        record_provenance(folder, provenance)
-        listeners = _listeners(recipe, folder, trainer, run.console)
-        if trainer.state.step:
-            report.say(f"resuming after step {trainer.state.step}")
-        report.say(
-            f"training {trainer.total_steps} steps on {ranks.count} process(es), {run.accelerator.device}, "
-            f"{trainer.strategy.name}" + (f", {ahead} micro-batches ahead" if ahead else "")
-        )
 
-    def save(name: str, whole: Whole) -> None:
+
+def _open_folder(
+    run: _Run, trainer: Trainer, changed: Mapping[str, Change], provenance: Mapping[str, Any]
+) -> list[Listener]:
+    """Leave in the run's folder what this launch is, and say it; what is to get its records."""
+    recipe, folder, report, step = run.recipe, run.folder, run.report, trainer.state.step
+    folder.mkdir(parents=True, exist_ok=True)
+    if run.resume == "never":
+        begin_anew(folder, recipe.drafter.warm_start)
+    said = keep_recipe(recipe, folder, step, changed)
+    if said is not None:
+        report.say(said)
+    record_provenance(folder, provenance)
+    if step:
+        report.say(f"resuming after step {step}")
+    report.say(
+        f"training {trainer.total_steps} steps on {run.ranks.count} process(es), {run.accelerator.device}, "
+        f"{trainer.strategy.name}" + (f", {trainer.ahead} micro-batches ahead" if trainer.ahead else "")
+    )
+    return _listeners(recipe, folder, trainer, run.console)
+
+
+@dataclass(frozen=True)
+class _Drafts:
+    """Saves drafts of a run.
+
+    Attributes:
+        provenance: of this launch.
+    """
+
+    run: _Run
+    parts: RunParts
+    trainer: Trainer
+    provenance: dict[str, Any]
+
+    def save(self, name: str, whole: Whole) -> None:
+        """The draft as it stands, and its adapters, in the place of the one that the folder `name` has."""
+        recipe, parts, folder = self.run.recipe, self.parts, self.run.folder
         if recipe.drafter.lora is not None:
             place = folder / f"{name}-{ADAPTER}"
             save_adapter(place, parts.drafter, recipe.drafter.lora, whole.adapter, _base(recipe))
@@ -218,33 +256,14 @@ def _fit(run: _Run, parts: RunParts, source: FeatureSource) -> TrainResult:
             whole.drafter,
             target=parts.target.identity.to_dict(),
             provenance={
-                **provenance,
+                **self.provenance,
                 "recipe": recipe.name,
-                "step": trainer.state.step,
+                "step": self.trainer.state.step,
                 "coverage": parts.coverage,
                 "held_out_coverage": parts.held_out_coverage,
             },
             replace=True,
         )
-
-    with _named_by_rank(run.life):
-        result = trainer.fit(
-            listeners,
-            measure=_measurement(recipe, parts),
-            measure_every=recipe.evaluation.every,
-            on_best=lambda whole: save(BEST, whole),
-        )
-    if not result.finished:
-        report.say(f"stopped and saved after step {result.state.step}; the same command goes on from there")
-    whole = trainer.strategy.whole(main) if result.finished else None
-    if whole is not None:
-        save(FINAL, whole)
-        # Where nothing was measured the last draft is the best one known, also of a run that goes on.
-        if result.state.best_step is None or not (folder / BEST).exists():
-            save(BEST, whole)
-        report.say(f"the draft is in {folder / FINAL}")
-    run.accelerator.wait_for_everyone()
-    return result
 
 
 def begin_anew(folder: Path, start: str | None = None) -> None:

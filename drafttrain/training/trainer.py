@@ -165,10 +165,7 @@ class Trainer:
             self._life.at(self.state.step, order, stage)
 
     def restore(self, resume: Resume) -> None:
-        """Find the checkpoint to go on from and load it on every rank.
-
-        "never" sets an earlier run aside, another way to resume the checkpoints behind the one that it goes on from.
-        """
+        """Find the checkpoint to go on from and load it on every rank. "never" sets an earlier run aside."""
         main = self.accelerator.is_main_process
         if resume == "never":
             path = None
@@ -190,8 +187,6 @@ class Trainer:
                 self._interval.clear_share()
             if path.parent == self.checkpoints:
                 self._saved_step = state.step
-        if main and (given_up := set_later_aside(self.checkpoints, self.state.step)):
-            self.warn(f"checkpoints behind step {self.state.step} are set aside: {', '.join(p.name for p in given_up)}")
 
     def _same_step_size(self, path: Path, state: TrainState) -> None:
         """Refuse to go on with steps of another size: the curve would not be that of an unbroken run."""
@@ -217,7 +212,7 @@ class Trainer:
         measure_every: int | None = None,
         on_best: OnBest = lambda whole: None,
     ) -> TrainResult:
-        """Train to the end, or until SIGTERM or SIGINT.
+        """Train to the end, or until SIGTERM or SIGINT. Checkpoints behind the step that it goes on from are set aside.
 
         Args:
             listeners: get the records, on the main rank.
@@ -231,6 +226,8 @@ class Trainer:
             LossSpikeError: the same for a loss far above the last ones.
             DataError: no supervised label in a whole step.
         """
+        if self.accelerator.is_main_process and (given_up := set_later_aside(self.checkpoints, self.state.step)):
+            self.warn(f"checkpoints behind step {self.state.step} are set aside: {', '.join(p.name for p in given_up)}")
         finished = True
         source = self.source
         with StopRequest(source.give_up if isinstance(source, WaitingSource) else lambda: None) as stop:
