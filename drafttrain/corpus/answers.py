@@ -217,24 +217,32 @@ def regenerate(
         todo = [index for index, name in enumerate(ids) if name not in done]
         for start in range(0, len(todo), _AT_ONCE):
             waiting = [_Open.of(prompts[index]) for index in todo[start : start + _AT_ONCE]]
-            while waiting:
-                further: list[_Open] = []
-                for index, outcome in source.answer([Question(c.messages, c.prompt.tools) for c in waiting]):
-                    conversation = waiting[index]
-                    if isinstance(outcome, Failure):
-                        report.rejects.append(Reject(conversation.prompt.id, outcome.reason, str(path)))
-                    elif conversation.take(outcome):
-                        closed = conversation.close()
-                        _append(file, path, closed.to_json())
-                        report.written += 1
-                        if keep is not None and outcome.states is not None:
-                            keep(closed, outcome.states)
-                    else:
-                        further.append(conversation)
-                    if progress is not None:
-                        progress(report.resumed + report.written + len(report.rejects), len(ids))
-                waiting = further
+            for conversation, outcome in _finished(waiting, source):
+                if isinstance(outcome, Failure):
+                    report.rejects.append(Reject(conversation.prompt.id, outcome.reason, str(path)))
+                elif outcome is not None:
+                    closed = conversation.close()
+                    _append(file, path, closed.to_json())
+                    report.written += 1
+                    if keep is not None and outcome.states is not None:
+                        keep(closed, outcome.states)
+                if progress is not None:
+                    progress(report.resumed + report.written + len(report.rejects), len(ids))
     return report
+
+
+def _finished(waiting: list[_Open], source: AnswerSource) -> Iterator[tuple[_Open, Answer | Failure | None]]:
+    """Ask for all turns of some conversations; each whenever it is answered, with the outcome that ends it, or None."""
+    while waiting:
+        further: list[_Open] = []
+        for index, outcome in source.answer([Question(c.messages, c.prompt.tools) for c in waiting]):
+            conversation = waiting[index]
+            if isinstance(outcome, Failure) or conversation.take(outcome):
+                yield conversation, outcome
+            else:
+                further.append(conversation)
+                yield conversation, None
+        waiting = further
 
 
 def read_answers(path: str | Path) -> Lines[Conversation]:
