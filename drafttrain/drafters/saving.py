@@ -347,7 +347,7 @@ def frozen_weights(drafter: Drafter) -> str | None:
 
 
 def draft_shape(config: DrafterConfig, folder: str | Path) -> Drafter | None:
-    """The draft that `warm_start` would give, without weights, on the meta device; None where none is saved.
+    """The draft that would be trained from `warm_start`, without weights, on the meta device; None where none is saved.
 
     Raises:
         CheckpointError: a description that cannot be read.
@@ -356,7 +356,10 @@ def draft_shape(config: DrafterConfig, folder: str | Path) -> Drafter | None:
     if not path.exists():
         return None
     meta, size = read_meta(folder), read_json(path).get("draft_vocab_size")
-    vocab_map = VocabMap.from_ids(range(size or meta.vocab_size), meta.vocab_size)
+    size = size or meta.vocab_size
+    if isinstance(config, Eagle3Config) and config.widen_vocab:
+        size = max(size, min(config.draft_vocab_size or 0, meta.vocab_size))
+    vocab_map = VocabMap.from_ids(range(size), meta.vocab_size)
     return _built(replace(meta, config=config), vocab_map, "meta", folder).train()
 
 

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from drafttrain.drafters.eagle.config import Eagle3Config
 from drafttrain.drafters.eagle.eagle3 import Eagle3Drafter
 from drafttrain.drafters.eagle.widen import widen_vocab
-from drafttrain.drafters.saving import save_draft, warm_start
+from drafttrain.drafters.saving import draft_shape, save_draft, warm_start
 from drafttrain.errors import CheckpointError
 from drafttrain.modeling.vocab_map import VocabMap
 from tests.draft_support import new_draft, plain_target
@@ -56,6 +56,10 @@ def test_a_warm_start_may_ask_for_more_words_only_where_it_says_so(tmp_path: Pat
         warm_start(CONFIG.model_copy(update=more), tmp_path / "d")
     started, _ = warm_start(CONFIG.model_copy(update=more | {"widen_vocab": True}), tmp_path / "d")
     assert started.vocab_map == NARROW
+    # Of its shape the wider one is asked for.
+    for config, size in ((CONFIG, 30), (CONFIG.model_copy(update=more | {"widen_vocab": True}), 60)):
+        shape = draft_shape(config, tmp_path / "d")
+        assert shape is not None and shape.vocab_map.size == shape.head(0).weight.shape[0] == size
     with pytest.raises(CheckpointError, match="draft_vocab_size is 20, saved 30"):
         fewer = {"draft_vocab_size": 20, "widen_vocab": True}
         warm_start(CONFIG.model_copy(update=more | fewer), tmp_path / "d")
