@@ -55,6 +55,20 @@ def _written_prompts_have_no_answers(data: DataConfig) -> Iterator[Problem]:
             )
 
 
+def _written_prompts_differ(data: DataConfig) -> Iterator[Problem]:
+    """The same words again would be trained on and held out at once."""
+    seen: dict[tuple[float, ...], int] = {}
+    for index, source in enumerate(data.prompts):
+        if source.source != "self":
+            continue
+        first = seen.setdefault((source.seed, source.temperature, source.top_p, source.max_new_tokens), index)
+        if first != index:
+            yield Problem(
+                ("data", "prompts", index, "seed"),
+                f"the target would write the prompts of data.prompts.{first} again: give this source another seed",
+            )
+
+
 def _measured_prompts_are_held_out(data: DataConfig, evaluation: EvaluationConfig) -> Iterator[Problem]:
     if evaluation.prompts > data.held_out:
         yield Problem(
@@ -141,6 +155,7 @@ _CHECKS = (
     _samples_fit_rows,
     _answers_fit_samples,
     _written_prompts_have_no_answers,
+    _written_prompts_differ,
     _measured_prompts_are_held_out,
     _drafts_are_deep_enough,
     _terms_have_inputs,

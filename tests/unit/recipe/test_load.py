@@ -104,6 +104,10 @@ _VLLM = ("features.source=vllm", "features.urls=[http://a:1]", "features.exchang
             ["data.prompts=[{source: self, count: 5}]", "data.answers.source=given"],
             "data.prompts.0.source (override data.prompts=[{source: self, count: 5}]): prompts that the target",
         ),
+        (
+            ["data.prompts=[{source: self, count: 5}, {source: self, count: 9, seed: 1}, {source: self, count: 7}]"],
+            "would write the prompts of data.prompts.0 again: give this source another seed",
+        ),
         (["drafter={family: medusa, num_heads: 3}"], "drafter.num_heads is 3"),
         (["loss.terms=[{name: smooth_l1}]"], "family 'eagle3' does not predict"),
         (["drafter={family: draft_lm}", "features.source=offline"], "reads tokens, not features"),
