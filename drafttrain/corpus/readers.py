@@ -181,7 +181,7 @@ def _rows(source: PromptSource) -> Iterator[tuple[str, Any]]:
         return
     if path.is_file():
         yield from _file_rows(path)
-    elif (path / "dataset_info.json").exists() or (path / "dataset_dict.json").exists():
+    elif _is_saved(path):
         yield from _saved_rows(path, source.split)
     elif not path.is_dir():
         raise DataError("is neither a file nor a folder", where=path, remedy="give a file on disk")
@@ -198,6 +198,19 @@ def _rows(source: PromptSource) -> Iterator[tuple[str, Any]]:
             _log.warning("%s: %s", path, left_out)
         for file in files:
             yield from _file_rows(file)
+
+
+def files_of(folder: Path) -> list[Path]:
+    """What is read of a folder, in order of names."""
+    if _is_saved(folder):
+        # What `datasets` itself leaves beside the data is none.
+        return sorted(file for file in folder.rglob("*") if file.is_file() and not file.name.startswith("cache-"))
+    return _files_below(folder)[0]
+
+
+def _is_saved(folder: Path) -> bool:
+    """Whether `datasets` saved it."""
+    return (folder / "dataset_info.json").exists() or (folder / "dataset_dict.json").exists()
 
 
 def _files_below(folder: Path) -> tuple[list[Path], list[Path]]:

@@ -101,6 +101,37 @@ def test_what_is_left_out_is_said_and_nothing_left_is_an_error(recipe: Path) -> 
     assert "1 prompt(s) without an answer, the first: the prompt has" in what_was_left_out(run)[0]
 
 
+def test_prompts_of_a_folder_are_collected_again_when_its_files_changed(
+    recipe: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("set").mkdir()
+    Path("set/a.jsonl").write_text(json.dumps({"prompt": "One?"}) + "\n", encoding="utf-8")
+    words = (str(recipe), "data.prompts=[{source: set}]")
+    assert main(["prompts", *words]) == 0 and "1 prompts in" in capsys.readouterr().out
+    Path("set/notes.md").write_text("no data", encoding="utf-8")
+    origin = Path("runs/tiny/data/prompts.origin.json")
+    before = origin.read_text("utf-8")
+    assert main(["prompts", *words]) == 0 and origin.read_text("utf-8") == before
+    Path("set/b.jsonl").write_text(json.dumps({"prompt": "Two?"}) + "\n", encoding="utf-8")
+    assert main(["prompts", *words]) == 0 and "2 prompts in" in capsys.readouterr().out
+    assert main(["regenerate", *words]) == 0
+    Path("set/b.jsonl").unlink()
+    assert main(["regenerate", *words]) == 2
+    assert "answers to prompts from other sources" in " ".join(capsys.readouterr().err.split())
+
+
+def test_an_origin_from_before_folders_were_hashed_still_stands(recipe: Path) -> None:
+    Path("set").mkdir()
+    Path("set/a.jsonl").write_text(json.dumps({"prompt": "One?"}) + "\n", encoding="utf-8")
+    words = (str(recipe), "data.prompts=[{source: set}]")
+    assert main(["regenerate", *words]) == 0
+    origin = Path("runs/tiny/data/prompts.origin.json")
+    value = json.loads(origin.read_text("utf-8"))
+    assert len(value["sources"][0].pop("folder_sha256")) == 64
+    origin.write_text(json.dumps(value), "utf-8")
+    assert main(["regenerate", *words]) == 0
+
+
 def test_answers_to_other_prompts_are_refused_and_stay(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["regenerate", str(recipe)]) == 0
     before = Path("runs/tiny/data/answers.jsonl").read_bytes()
