@@ -250,8 +250,15 @@ def append_jsonl(path: str | Path, value: Any) -> None:
         file.write(json.dumps(value, ensure_ascii=False) + "\n")
 
 
-def _gib(size: int) -> str:
-    return f"{size / 2**30:.2f} GiB" if size >= 2**30 else f"{size / 2**30:.2g} GiB"
+def size_text(nbytes: float) -> str:
+    """Bytes for people, in binary units: 512 B, 37.2 MiB, 1,536.0 TiB."""
+    if nbytes < 1024:
+        return f"{nbytes:.0f} B"
+    for unit in ("KiB", "MiB", "GiB"):
+        nbytes /= 1024
+        if nbytes < 1024:
+            return f"{nbytes:,.1f} {unit}"
+    return f"{nbytes / 1024:,.1f} TiB"
 
 
 def require_free_space(path: str | Path, needed: int) -> None:
@@ -262,7 +269,7 @@ def require_free_space(path: str | Path, needed: int) -> None:
     free = shutil.disk_usage(folder).free
     if free < needed:
         raise UserError(
-            f"needs {_gib(needed)}, the disk has {_gib(free)} free",
+            f"needs {size_text(needed)}, the disk has {size_text(free)} free",
             where=path,
             remedy="free some space or point the output to another disk",
         )

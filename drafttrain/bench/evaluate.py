@@ -25,7 +25,7 @@ from drafttrain.drafters.saving import META, WEIGHTS, find_draft, read_meta
 from drafttrain.errors import RecipeError
 from drafttrain.files import atomic_file, settled, sha256_file, sha256_text, write_json
 from drafttrain.recipe.load import load_recipe
-from drafttrain.recipe.provenance import git_revision, hardware, versions
+from drafttrain.recipe.provenance import cpu_text, git_revision, hardware, versions
 from drafttrain.recipe.schema import Recipe
 from drafttrain.targets import embedded
 from drafttrain.targets.load import load_target
@@ -208,7 +208,7 @@ def _result(
 def _machine(target: TargetModel) -> str:
     """What decoded, and in which dtype."""
     found = hardware()
-    where = f"{found['cpu']} ({found['cores']} cores)"
+    where = cpu_text(found)
     if target.device.type == "cuda":
         where = found["gpus"][target.device.index or 0]
     return f"{where}, {str(target.dtype).removeprefix('torch.')}"

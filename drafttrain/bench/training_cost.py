@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from drafttrain.files import read_json, read_jsonl
-from drafttrain.recipe.provenance import PROVENANCE
+from drafttrain.recipe.provenance import PROVENANCE, cpu_text
 
 
 @dataclass(frozen=True)
@@ -54,4 +54,4 @@ def _hardware(launch: dict[str, Any]) -> str:
     found = launch["hardware"]
     if found["gpus"]:
         return f"{launch['world_size']} x {found['gpus'][0]}"
-    return f"{found['cpu']} ({found['cores']} core{'' if found['cores'] == 1 else 's'})"
+    return cpu_text(found)

@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 
 from drafttrain.cli.common import Subparsers, positive
+from drafttrain.files import size_text
 
 _ENGINES = (
     "vllm, speculators (vLLM), sglang, trtllm (TensorRT-LLM), hf (transformers), gguf (llama.cpp); or ENGINE@VERSION"
@@ -51,7 +52,7 @@ def run(arguments: argparse.Namespace) -> int:
     )
     for written in done:
         console.print(written.engine, style="bold", end=": ")
-        console.print(f"{written.folder} ({written.nbytes / 2**20:.1f} MiB, read back)", markup=False)
+        console.print(f"{written.folder} ({size_text(written.nbytes)}, read back)", markup=False)
         for note in written.notes:
             console.print(f"  {note}", markup=False)
         for line in [] if written.expected is None else describe(written.expected, written.engine):

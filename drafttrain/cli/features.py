@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from drafttrain.cli import feature_server, features_vllm
 from drafttrain.cli.common import Subparsers, add_recipe, positive, progress_bars, recipe_of
+from drafttrain.files import size_text
 
 if TYPE_CHECKING:
     from drafttrain.features.lock import Part
@@ -162,7 +163,7 @@ def _counts(reader: StoreReader) -> str:
     counts, size = reader.counts, reader.tokens * reader.identity.bytes_per_token
     return (
         f"{counts['documents']:,} documents, {counts['tokens']:,} tokens in {counts['shards']:,} shards, "
-        f"{size / 2**30:.3f} GiB, {reader.identity.bytes_per_token:,} bytes a token"
+        f"{size_text(size)}, {reader.identity.bytes_per_token:,} bytes a token"
     )
 
 

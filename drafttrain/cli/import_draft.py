@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 
 from drafttrain.cli.common import Subparsers
+from drafttrain.files import size_text
 
 _EPILOG = """RUN holds the draft and a recipe for it. Then:
 
@@ -59,7 +60,7 @@ def run(arguments: argparse.Namespace) -> int:
     found = read_foreign(arguments.folder, target, layout=arguments.format, taps=taps)
     written = write_run(found, TargetConfig(model=str(found.ir.target["name"])), arguments.out)
     ir = found.ir
-    size = f"{ir.nbytes / 2**20:.1f} MiB, {str(ir.dtype).removeprefix('torch.')}"
+    size = f"{size_text(ir.nbytes)}, {str(ir.dtype).removeprefix('torch.')}"
     console.print(str(written.folder), style="bold", markup=False, end=": ")
     console.print(f"{ir.family} for {ir.target['name']}, from {found.layout} ({size})")
     for note in found.notes:

@@ -36,10 +36,9 @@ def inspect_samples(samples: Sequence[Sample], tokenizer: ChatTokenizer) -> Grou
     """Each sample under a heading with its share of supervised tokens."""
     parts: list[Text] = []
     for sample in samples:
-        share = sample.supervised / len(sample.ids)
-        parts.append(
-            Text(f"── {sample.id}: {len(sample.ids)} tokens, {len(sample.spans)} spans, {share:.1%} supervised")
-        )
+        share, spans = sample.supervised / len(sample.ids), len(sample.spans)
+        counts = f"{len(sample.ids)} tokens, {spans} span{'' if spans == 1 else 's'}, {share:.1%} supervised"
+        parts.append(Text(f"── {sample.id}: {counts}"))
         parts += [sample_text(sample, tokenizer), Text()]
     return Group(*parts)
 

@@ -13,6 +13,7 @@ from drafttrain.drafters.eagle.config import Eagle3Config
 from drafttrain.drafters.lm.config import DraftLMConfig
 from drafttrain.drafters.medusa.config import MedusaConfig
 from drafttrain.drafters.registry import DrafterConfig, drafter_class
+from drafttrain.errors import RecipeError
 from drafttrain.modeling.causal_lm import CausalLM
 from drafttrain.modeling.vocab_map import VocabMap
 
@@ -78,10 +79,20 @@ def new_vocab_map(
         counts: [V] how often the target says each token in the training data.
         always: ids that must be in: eos, end of turn, the template's special tokens.
         tokenizer_size: ids from here up are padding and never drafted.
+
+    Raises:
+        RecipeError: more tokens are asked for than the target has.
+        ValueError: `always` does not fit.
     """
     size = config.draft_vocab_size if isinstance(config, Eagle3Config) else None
     if size is None:
         return VocabMap.full(vocab_size)
+    if size > vocab_size:
+        raise RecipeError(
+            f"{size} tokens are asked for, the target has {vocab_size}",
+            where="drafter.draft_vocab_size",
+            remedy="drafter.draft_vocab_size=null takes them all",
+        )
     return VocabMap.from_counts(counts, size, always, tokenizer_size)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass
@@ -38,6 +39,7 @@ from drafttrain.features.lock import WHOLE, Part
 from drafttrain.features.recording import StateKeeper
 from drafttrain.features.sources import FeatureSource, OnlineFeatures, StoredFeatures
 from drafttrain.features.store import StoreIdentity
+from drafttrain.files import size_text
 from drafttrain.losses.objective import Objective
 from drafttrain.modeling.taps import FeatureSpec
 from drafttrain.modeling.vocab_map import VocabMap
@@ -243,6 +245,10 @@ def prepare_corpus(recipe: Recipe, target: TargetModel, chat: ChatRenderer, repo
         f"data: {len(corpus.samples)} samples of {corpus.tokens} tokens, {corpus.supervised / corpus.tokens:.0%} "
         f"supervised; {len(corpus.rejects)} conversations refused, {len(held_out)} held out"
     )
+    for reason, count in Counter(reject.reason for reject in corpus.rejects).most_common(3):
+        report.say(f"data: refused: {reason} ({count} conversation{'' if count == 1 else 's'})")
+    if len(held_out) > len(training):
+        report.say(f"data: more conversations are held out than the {len(training)} to train on; lower data.held_out")
     return corpus, held_out
 
 
@@ -422,7 +428,7 @@ def store_size(recipe: Recipe, identity: StoreIdentity, samples: Sequence[Sample
     tokens = int(lengths_of(samples).sum())
     size = tokens * identity.bytes_per_token
     line = (
-        f"features: store {store_path(recipe)}, {size / 2**30:.2f} GiB for {tokens} tokens, "
+        f"features: store {store_path(recipe)}, {size_text(size)} for {tokens:,} tokens, "
         f"taps {', '.join(identity.taps)} in {identity.dtype}"
     )
     if size > os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") and recipe.training.shuffle_block is None:

@@ -109,6 +109,11 @@ def hardware() -> dict[str, Any]:
     }
 
 
+def cpu_text(found: dict[str, Any]) -> str:
+    """The processor of a `hardware()`, and how many of its cores a process had."""
+    return f"{found['cpu']} ({found['cores']} core{'' if found['cores'] == 1 else 's'})"
+
+
 def _cpu_name() -> str:
     info = Path("/proc/cpuinfo")
     if info.exists():

@@ -92,6 +92,7 @@ class ConsoleReporter:
     def __init__(self, console: Console, *, quiet: bool = False, every_s: float = 5.0) -> None:
         self.console, self.quiet, self.every_s = console, quiet, every_s
         self._began: dict[str, float] = {}
+        self._whole: set[str] = set()
         self._shown = 0.0
 
     def say(self, message: str) -> None:
@@ -105,6 +106,10 @@ class ConsoleReporter:
         began = self._began.setdefault(task, now)
         if done < total and now - self._shown < self.every_s:
             return
+        if done >= total:
+            if task in self._whole:
+                return
+            self._whole.add(task)
         self._shown = now
         left = (now - began) / done * (total - done) if done else 0.0
         self.say(f"{task}: {done}/{total}  ETA {timedelta(seconds=round(left))}")

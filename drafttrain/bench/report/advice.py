@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from drafttrain.bench.advice import Advice, Basis, Fit, Option
 from drafttrain.bench.report import text
+from drafttrain.files import size_text
 
 _SAYS: dict[Basis, str] = {
     "measured": "measured",
@@ -88,10 +89,10 @@ def _tokens(count: float) -> str:
 
 
 def _fit(fit: Fit) -> Iterator[str]:
-    yield f"Memory of {text.size(fit.budget)}, requests of {fit.context} tokens"
+    yield f"Memory of {size_text(fit.budget)}, requests of {fit.context} tokens"
     yield (
-        f"  target {text.size(fit.target)} + {text.size(fit.target_per_token * fit.context)} a request; "
-        f"draft {text.size(fit.draft)} + {text.size(fit.draft_per_token * fit.context)} a request (measured)"
+        f"  target {size_text(fit.target)} + {size_text(fit.target_per_token * fit.context)} a request; "
+        f"draft {size_text(fit.draft)} + {size_text(fit.draft_per_token * fit.context)} a request (measured)"
     )
     if fit.rows_plain == 0:
         yield "  not even the target with one request fits"

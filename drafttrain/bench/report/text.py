@@ -6,6 +6,7 @@ from drafttrain.bench.bootstrap import Interval
 from drafttrain.bench.result import BASELINE, DraftResult, Memory
 from drafttrain.bench.speed import Cell, Speed
 from drafttrain.bench.tables import VariantRow
+from drafttrain.files import size_text
 
 MISSING = "–"
 
@@ -67,19 +68,11 @@ def cell(value: Cell | None) -> str:
     return "no result" if value.flag else number(value.speedup, 2, "x")
 
 
-def size(value: float) -> str:
-    """Bytes."""
-    for unit, step in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if value >= step:
-            return f"{value / step:.1f} {unit}"
-    return f"{value:.0f} B"
-
-
 def added(memory: Memory | None) -> str:
     """Memory of a draft: weights, and caches."""
     if memory is None:
         return MISSING
-    return f"{size(memory.weights)} + {size(memory.state)}" if memory.total else "none"
+    return f"{size_text(memory.weights)} + {size_text(memory.state)}" if memory.total else "none"
 
 
 def trained(row: VariantRow) -> str:

@@ -6,6 +6,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from drafttrain.files import size_text
 from drafttrain.training.launch import Launch
 from drafttrain.training.plan.layout import ALONE, LAUNCHES, PLACEMENTS, Layout
 from drafttrain.training.plan.overlap import Overlap
@@ -45,7 +46,7 @@ def _sizes(plan: Plan) -> Table:
     would = (
         f"feature store, if it were written (source: {plan.recipe.features.source})" if plan.online else "feature store"
     )
-    table.add_row(would, size(plan.store_bytes))
+    table.add_row(would, size_text(plan.store_bytes))
     away = plan.layout.placement == "elsewhere" or plan.overlap is Overlap.BESIDE
     where = f", on {plan.hardware.ranks} such devices elsewhere" if away else ""
     table.add_section()
@@ -85,11 +86,11 @@ def _flops(plan: Plan) -> Table:
 def _memory(plan: Plan) -> Table:
     table = _table(f"memory of one rank: {layout_name(plan.layout, plan.hardware.ranks)}", "part", "size", "while", "")
     for item in plan.memory:
-        table.add_row(item.name, size(item.nbytes), item.phase, "exact" if item.exact else "estimate")
+        table.add_row(item.name, size_text(item.nbytes), item.phase, "exact" if item.exact else "estimate")
     table.add_section()
-    table.add_row("at the peak, where all but always take turns", size(plan.memory_bytes))
-    table.add_row("reserved for libraries and fragmentation", size(plan.hardware.reserved), "", "assumed")
-    table.add_row("there is", size(plan.hardware.memory))
+    table.add_row("at the peak, where all but always take turns", size_text(plan.memory_bytes))
+    table.add_row("reserved for libraries and fragmentation", size_text(plan.hardware.reserved), "", "assumed")
+    table.add_row("there is", size_text(plan.hardware.memory))
     return table
 
 
@@ -106,7 +107,7 @@ def _layouts(plan: Plan) -> Table:
                 continue
             needed = plan.peaks[layout]
             mark = " <" if layout == plan.layout else ""
-            cells.append(Text(size(needed) + mark, style="green" if needed <= room else "red"))
+            cells.append(Text(size_text(needed) + mark, style="green" if needed <= room else "red"))
         if any(str(cell) != "-" for cell in cells):
             table.add_row(_sharding(launch), *cells)
     return table
@@ -116,7 +117,7 @@ def _verdict(plan: Plan) -> Text:
     fitting, ranks = plan.fitting, plan.hardware.ranks
     if fitting is not None and not fitting.changes:
         return Text(f"It fits: {_launch(plan, fitting.layout)}", style="green")
-    needed = size(plan.memory_bytes + plan.hardware.reserved)
+    needed = size_text(plan.memory_bytes + plan.hardware.reserved)
     if fitting is not None:
         return Text(
             f"It does not fit: {needed} are needed. It would with: {' '.join(fitting.changes)}"
@@ -125,8 +126,8 @@ def _verdict(plan: Plan) -> Text:
         )
     largest = max(plan.memory, key=lambda item: item.nbytes)
     return Text(
-        f"It does not fit, and no setting makes it fit: {needed} are needed, of which {size(largest.nbytes)} are the "
-        f"{largest.name}. Choose more devices, devices with more memory, a smaller target, or a smaller draft.",
+        f"It does not fit, and no setting makes it fit: {needed} are needed, of which {size_text(largest.nbytes)} are "
+        f"the {largest.name}. Choose more devices, devices with more memory, a smaller target, or a smaller draft.",
         style="bold red",
     )
 
@@ -188,12 +189,3 @@ def _assumptions(plan: Plan) -> Text:
             "which prefetching makes better"
         )
     return Text("Assumed:\n" + "\n".join(f"- {line}" for line in lines))
-
-
-def size(nbytes: float) -> str:
-    """Bytes for people, in binary units."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if nbytes < 1024:
-            return f"{nbytes:,.0f} {unit}" if unit == "B" else f"{nbytes:,.1f} {unit}"
-        nbytes /= 1024
-    return f"{nbytes:,.2f} TiB"

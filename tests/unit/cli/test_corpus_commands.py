@@ -166,7 +166,7 @@ def test_samples_are_shown_with_their_share(recipe: Path, capsys: pytest.Capture
     out = capsys.readouterr().out
     assert "How are you?" in out
     assert "你好 😀" in out
-    assert "% supervised" in out
+    assert "% supervised" in out and ", 1 span, " in out
     assert "\x1b[" not in out
     assert main(["inspect", str(recipe), "--color"]) == 0
     assert "\x1b[" in capsys.readouterr().out

@@ -68,7 +68,7 @@ def test_build_in_parts(world: Path, tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "part 2 of 2 is written, other parts are not yet" in capsys.readouterr().out
     assert main([*words, "--part", "1/2"]) == 0
     out = capsys.readouterr().out
-    assert "GiB for" in out and f"{tmp_path}: complete" in out
+    assert "KiB for" in out and f"{tmp_path}: complete" in out
     assert len(StoreReader(tmp_path)) == 6
 
 

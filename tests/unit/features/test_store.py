@@ -189,7 +189,7 @@ def test_a_full_disk_leaves_the_shards_before_usable(tmp_path: Path, monkeypatch
 def test_space_is_checked_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
-    with pytest.raises(UserError, match="GiB free"):
+    with pytest.raises(UserError, match=r"the disk has .* free"):
         build(tmp_path / "store", samples(3))
     assert not list((tmp_path / "store").glob("shards/*"))
 

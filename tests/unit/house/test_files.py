@@ -9,7 +9,22 @@ import pytest
 
 from drafttrain import files
 from drafttrain.errors import UserError
-from drafttrain.files import append_jsonl, atomic_folder, locked, read_jsonl, read_object, settled
+from drafttrain.files import append_jsonl, atomic_folder, locked, read_jsonl, read_object, settled, size_text
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "text"),
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1536, "1.5 KiB"),
+        (39 * 2**20, "39.0 MiB"),
+        (70.6 * 2**30, "70.6 GiB"),
+        (1536 * 2**40, "1,536.0 TiB"),
+    ],
+)
+def test_bytes_for_people(nbytes: float, text: str) -> None:
+    assert size_text(nbytes) == text
 
 
 def old(folder: Path) -> Path:

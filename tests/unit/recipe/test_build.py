@@ -103,6 +103,7 @@ def test_runs_of_other_seeds_train_on_the_same_data(tmp_path: Path, monkeypatch:
     [
         ({"family": "eagle3", "init_layer": "target:last", "num_heads": 2}, "does not fit the draft's layer"),
         ({"family": "eagle3", "taps": [0, 2, 7]}, "the target has"),
+        ({"family": "eagle3", "draft_vocab_size": 32000}, r"32000 tokens .* has \d+\n.*draft_vocab_size=null"),
         ({"family": "draft_lm", "layers": [0, 9]}, r"blocks 0\.\.3, not 9"),
         ({"family": "eagle3", "hidden_size": 16}, "init_head 'target' needs a draft as wide"),
         ({"family": "eagle3", "hidden_size": 16, "init_head": "random", "init_fc": "last"}, "init_fc 'last' needs"),
@@ -119,7 +120,7 @@ def test_a_draft_that_cannot_start_is_refused_before_its_data_is_made(
     monkeypatch.setenv("DRAFTTRAIN_CACHE", str(tmp_path / "cache"))
     world, run = make_world(tmp_path), tmp_path / "run"
     asked = recipe(world, run, drafter=drafter, data={"answers": {"source": "target", "max_new_tokens": 8}})
-    with pytest.raises(RecipeError, match=f"drafter: .*{message}"):
+    with pytest.raises(RecipeError, match=rf"drafter(\.\w+)?: .*{message}"):
         stage(load_recipe(asked), Said())
     assert not run.exists() and not (tmp_path / "cache").exists()
 
@@ -155,6 +156,32 @@ def test_a_template_that_writes_what_the_target_has_no_row_for(tmp_path: Path, m
     save_target(world / "target", spare=200 - len(chat_tokenizer(CHATML)))
     with pytest.raises(TargetError, match=r"writes token \d+ \(.*\), the embedding has 200 rows"):
         build_run(load_recipe(recipe(world, tmp_path / "run")), Said())
+
+
+def test_why_conversations_are_refused_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DRAFTTRAIN_CACHE", str(tmp_path / "cache"))
+    world, said = make_world(tmp_path), Said()
+    with (world / "conversations.jsonl").open("a") as file:
+        for number in range(6):  # four are held out
+            messages = [{"role": "user", "content": "one " * 200}, {"role": "assistant", "content": "two three"}]
+            file.write(json.dumps({"id": f"long{number}", "messages": messages}) + "\n")
+    parts = build_run(load_recipe(recipe(world, tmp_path / "run")), said)
+    (reason,) = {reject.reason for reject in parts.corpus.rejects}
+    assert len(parts.corpus.rejects) >= 2
+    assert f"data: refused: {reason} ({len(parts.corpus.rejects)} conversations)" in said.lines
+
+
+def test_more_held_out_than_trained_on_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A first try on few prompts, with the held_out of a recipe for many."""
+    monkeypatch.setenv("DRAFTTRAIN_CACHE", str(tmp_path / "cache"))
+    world = make_world(tmp_path)
+    count = len((world / "conversations.jsonl").read_text().splitlines())
+    for held_out, much in ((count // 2, False), (count // 2 + 1, True)):
+        said = Said()
+        run = recipe(world, tmp_path / f"run{held_out}", data={"held_out": held_out}, evaluation={"prompts": 2})
+        build_run(load_recipe(run), said)
+        line = f"data: more conversations are held out than the {count - held_out} to train on; lower data.held_out"
+        assert (line in said.lines) is much
 
 
 def test_samples_are_cut_at_the_context_of_the_target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

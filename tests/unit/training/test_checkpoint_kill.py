@@ -141,6 +141,6 @@ def test_too_little_space_is_found_before_anything_is_written(tmp_path: Path) ->
     # A petabyte that takes no memory.
     huge = torch.zeros(1).expand(1 << 48)
     whole = Snapshot({"weight": huge}, {})
-    with pytest.raises(CheckpointError, match=r"needs .* GiB, the disk has .* GiB free"):
+    with pytest.raises(CheckpointError, match=r"needs .* TiB, the disk has .* free"):
         save_checkpoint(tmp_path, TrainState(step=2), whole, {"weight": huge.shape}, {}, KEEP)
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]

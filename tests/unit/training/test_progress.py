@@ -68,6 +68,15 @@ def test_stages_report_and_other_ranks_are_quiet() -> None:
     assert lines[-1].startswith("answers: 100/100") and len(lines) <= 4
 
 
+def test_a_task_that_is_done_is_said_once() -> None:
+    """The last batch of prompts that the target writes ends at the same count several times."""
+    out = io.StringIO()
+    reporter = ConsoleReporter(Console(file=out))
+    for done in (8, 8, 8):
+        reporter.progress("prompts", done, 8)
+    assert out.getvalue().splitlines() == ["prompts: 8/8  ETA 0:00:00"]
+
+
 @pytest.mark.parametrize("terminal", [False, True])
 def test_a_reader_that_has_gone_does_not_end_a_run(terminal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     reader, writer = os.pipe()
