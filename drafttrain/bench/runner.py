@@ -19,7 +19,7 @@ from drafttrain.bench.metrics import acceptance, by_category
 from drafttrain.bench.prompts import EvalPrompt, select
 from drafttrain.bench.result import BASELINE, AnswerText, DraftResult, Memory, Setting
 from drafttrain.bench.rounds import round_times
-from drafttrain.bench.speed import speed, time_split
+from drafttrain.bench.speed import disturbed, speed, time_split
 from drafttrain.bench.suite import SuiteConfig
 from drafttrain.bench.tokens import token_texts
 from drafttrain.corpus.chat import ChatRenderer
@@ -350,10 +350,16 @@ class _Measurement:
 
     def summary(self) -> list[DraftResult]:
         """Metrics of every engine, the baseline first."""
-        return [
+        results = [
             self._alone(name, log) if name == BASELINE else self._against_plain(self._alone(name, log), log)
             for name, log in self.logs.items()
         ]
+        plain = results[0]
+        if self.setting.batch == 1 and plain.split is not None:
+            doubt = disturbed(plain.split, plain.acceptance.rounds)
+            if doubt is not None:
+                self.notes.append(f"no draft at {self.setting}: {doubt}")
+        return results
 
     def _alone(self, name: str, log: _Log) -> DraftResult:
         """What can be said of an engine by itself."""

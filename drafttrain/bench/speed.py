@@ -15,6 +15,9 @@ from drafttrain.bench.metrics import by_request
 from drafttrain.engine.acceptance import tau
 from drafttrain.engine.records import RoundRecord
 
+# Mean over median of plain rounds: 1.00 to 1.09 on a quiet machine, 1.5 with a neighbour.
+_DISTURBED = 1.2
+
 
 @dataclass(frozen=True)
 class TimeSplit:
@@ -158,6 +161,21 @@ def impossible(ratio: float, length: float) -> str | None:
     return (
         f"measured {ratio:.2f}x is above tau {length:.2f}, which is impossible: "
         "the timing is disturbed (a busy machine, or too few prompts); measure again"
+    )
+
+
+def disturbed(plain: TimeSplit, rounds: int) -> str | None:
+    """Rounds of plain decoding at batch 1 are alike; where they are not, something else ran meanwhile.
+
+    Args:
+        plain: the baseline's time at batch 1, over `rounds`.
+    """
+    usual = rounds * plain.round_median_s
+    if not usual or plain.total_s / usual < _DISTURBED:
+        return None
+    return (
+        f"its rounds took {plain.total_s / usual:.2f} times as long in the mean as in the median: the machine was busy "
+        "with something else, and speed-ups over it may be too high; measure again"
     )
 
 

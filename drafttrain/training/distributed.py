@@ -53,6 +53,8 @@ def make_accelerator(launch: Launch | None = None, clip_norm: float | None = Non
     if launch.kind == "zero":
         accelerator = _with_deepspeed(launch.stage, clip_norm, on_cpu)
     else:
+        # accelerate hands the argument on to torch under its old name, which every rank would be warned of.
+        warnings.filterwarnings("ignore", r"`broadcast_buffers` is deprecated", FutureWarning)
         handlers = [
             InitProcessGroupKwargs(timeout=_PATIENCE),
             # Gradients lie in the buckets that are sent, not beside them.

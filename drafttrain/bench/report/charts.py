@@ -87,7 +87,11 @@ def tau_by_category(entries: Sequence[DraftResult], colours: Colours) -> str:
                 canvas.line(x(low), offset, x(high), offset, "whisker", f"stroke:{colour}")
             tip = f"{entry.draft}, {category}: {text.with_interval(acceptance.tau, acceptance.tau_ci)}"
             canvas.dot(x(acceptance.tau), offset, f"fill:{colour}", tip)
-    return canvas.render("Tau by category: " + "; ".join(f"{e.draft} {text.number(e.acceptance.tau)}" for e in drafts))
+    said = (
+        f"{entry.draft} " + ", ".join(f"{name} {text.number(found.tau)}" for name, found in entry.categories.items())
+        for entry in drafts
+    )
+    return canvas.render(f"Tau by category: {'; '.join(said)}")
 
 
 def time_split(entries: Sequence[DraftResult]) -> str:
@@ -111,7 +115,11 @@ def time_split(entries: Sequence[DraftResult]) -> str:
             canvas.rect(x(done), rows.top(index), width, rows.bar, f"fill:var(--{name})", tip, radius=0)
             done += part
         rows.write(canvas, index, x(done) + 6, f"{sum(cost):.1f}")
-    return canvas.render("Milliseconds of decoding a token, by draft, verify and host")
+    said = (
+        f"{text.label(entry)} {' + '.join(f'{part:.2f}' for part in cost)}"
+        for entry, cost in zip(shown, costs, strict=True)
+    )
+    return canvas.render(f"Milliseconds of decoding a token, draft + verify + host: {'; '.join(said)}")
 
 
 def speedups(entries: Sequence[DraftResult], colours: Colours) -> str:

@@ -163,15 +163,15 @@ def _divergences(entries: list[DraftResult]) -> str:
     ]
     if not rows:
         return ""
-    head = "<tr><th>draft</th><th>prompt</th><th>turn</th><th>first differing token</th><th>top-2 gap there</th></tr>"
-    return (
-        f"<details><summary>{len(rows)} greedy answers differ from those without a draft</summary>"
-        f'<div class="table"><table><thead>{head}</thead><tbody>{"".join(rows)}</tbody></table></div></details>'
-    )
+    columns = ("draft", "prompt", "turn", "first differing token", "top-2 gap there")
+    head = "".join(f'<th scope="col">{name}</th>' for name in columns)
+    what = "1 greedy answer differs" if len(rows) == 1 else f"{len(rows)} greedy answers differ"
+    table = f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
+    return f'<details><summary>{what} from those without a draft</summary><div class="table">{table}</div></details>'
 
 
 def _table(entries: list[DraftResult], colours: dict[str, str]) -> str:
-    head = "".join(f"<th>{name}</th>" for name in _COLUMNS)
+    head = "".join(f'<th scope="col">{name}</th>' for name in _COLUMNS)
     rows = "".join(f"<tr>{''.join(_cells(entry, colours))}</tr>" for entry in entries)
     return f'<div class="table"><table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>'
 

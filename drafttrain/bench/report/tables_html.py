@@ -33,7 +33,7 @@ def table_sections(result: EvalResult, colours: Colours) -> str:
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Head is plain text, cells are <td> elements."""
-    top = "".join(f"<th>{escape(name)}</th>" for name in head)
+    top = "".join(f'<th scope="col">{escape(name)}</th>' for name in head)
     body = "".join(f"<tr>{''.join(row)}</tr>" for row in rows)
     return f'<div class="table"><table><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table></div>'
 

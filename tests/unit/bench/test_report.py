@@ -44,7 +44,8 @@ def test_charts_are_valid_xml(evaluation: EvalResult) -> None:
     # Four a setting; of the tables, prompt length and choice of draft, each at two temperatures.
     assert len(charts) == 4 * len(evaluation.settings) + 4
     for chart in charts:
-        assert ElementTree.fromstring(chart).get("aria-label")
+        label = ElementTree.fromstring(chart).get("aria-label")
+        assert label and re.search(r"\d\.\d\d|\d %|no result", label), label  # what a reader without eyes has of it
         assert "nan" not in chart and "inf" not in chart.replace("stroke:", "")
 
 

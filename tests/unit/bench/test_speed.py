@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
-from drafttrain.bench.speed import decode_tps, impossible, speed, time_split
+from drafttrain.bench.speed import decode_tps, disturbed, impossible, speed, time_split
 from drafttrain.engine.records import RoundRecord
 
 Make = Callable[..., RoundRecord]
@@ -46,6 +46,16 @@ def test_a_speedup_above_tau_is_flagged_and_is_no_result(record: Make) -> None:
 def test_a_speedup_of_tau_is_possible() -> None:
     assert impossible(2.0, 2.0) is None
     assert impossible(2.001, 2.0) is not None
+
+
+def test_a_baseline_that_was_disturbed_is_doubted(record: Make) -> None:
+    """It is slower than it can be, so every draft beside it looks faster."""
+    for slow, said in ((1, None), (4, "1.36 times")):
+        rounds = plain(record, "a", 10 - slow) + plain(record, "b", slow, seconds=1.9)
+        split = time_split(rounds)
+        assert split is not None
+        doubt = disturbed(split, len(rounds))
+        assert doubt is None if said is None else doubt is not None and said in doubt
 
 
 def test_rows_of_a_batch_share_their_round(record: Make) -> None:
