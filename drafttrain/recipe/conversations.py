@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from drafttrain.corpus.answers import (
     AnswerSource,
@@ -28,7 +27,6 @@ from drafttrain.corpus.openai_server import ServerAnswers
 from drafttrain.corpus.readers import (
     ReadResult,
     collect_prompts,
-    files_of,
     read_conversations,
     read_prompts,
     write_prompts,
@@ -37,15 +35,14 @@ from drafttrain.corpus.types import Conversation, Prompt, Reject, TokenGenerator
 from drafttrain.engine.generation import TargetGenerator
 from drafttrain.errors import DataError, UserError
 from drafttrain.features.recording import StateKeeper
-from drafttrain.files import atomic_file, find_resource, read_json, read_jsonl, sha256_file, sha256_text, write_json
+from drafttrain.files import atomic_file, find_resource, read_json, read_jsonl, sha256_file, write_json
 from drafttrain.modeling.causal_lm import CausalLM
 from drafttrain.modeling.taps import Tap
+from drafttrain.recipe.origin import folder_digest, local_file, origin_of, same_origin
 from drafttrain.recipe.schema import Recipe
 
 Progress = Callable[[str, int, int], None]
 """Called with (what: "prompts" or "answers", done, all)."""
-# Key of an origin; the first ones were written without it.
-_FOLDER = "folder_sha256"
 
 
 @dataclass(frozen=True)
@@ -109,9 +106,9 @@ def prepare_prompts(
         DataError: a source that cannot be read, or a run folder whose prompts came from other sources.
     """
     files = ConversationFiles.of(recipe)
-    origin = _origin(recipe, chat)
+    origin = origin_of(recipe, chat)
     if files.prompts.exists() and files.origin.exists():
-        if read_json(files.origin) in (origin, _without_folders(origin)):
+        if same_origin(read_json(files.origin), origin):
             return read_prompts(PromptSource(source=str(files.prompts))).items
         if files.answers.exists():
             raise DataError(
@@ -242,9 +239,9 @@ def data_hashes(recipe: Recipe) -> dict[str, str]:
     named = [source.source for source in recipe.data.prompts if source.source != "self"]
     if recipe.data.path is not None:
         named.append(recipe.data.path)
-    paths = {name: path for name in named if (path := _local_file(name)) is not None}
+    paths = {name: path for name in named if (path := local_file(name)) is not None}
     paths |= {path.name: path for path in (files.prompts, files.answers) if path.exists()}
-    folders = {name: digest for name in named if (digest := _of_folder(name)) is not None}
+    folders = {name: digest for name in named if (digest := folder_digest(name)) is not None}
     return {name: sha256_file(path) for name, path in paths.items()} | folders
 
 
@@ -262,53 +259,6 @@ def _answer_source(
         )
     writer = target()
     return TargetAnswers(writer.generator, chat, answers, writer.context_length, taps)
-
-
-def _origin(recipe: Recipe, chat: ChatRenderer) -> dict[str, Any]:
-    """Everything that decides the prompts; files by content."""
-    sources = []
-    for source in recipe.data.prompts:
-        described = source.model_dump(mode="json")
-        path = _local_file(source.source)
-        if path is not None:
-            described["sha256"] = sha256_file(path)
-        folder = _of_folder(source.source)
-        if folder is not None:
-            described[_FOLDER] = folder
-        sources.append(described)
-    target = recipe.target.model_dump(mode="json", include={"model", "revision", "gguf_file", "tokenizer"})
-    return {
-        "sources": sources,
-        "target": target,
-        "template": chat.template_hash,
-        "tokenizer": chat.tokenizer_hash,
-    }
-
-
-def _without_folders(origin: dict[str, Any]) -> dict[str, Any]:
-    """As origins were written before they had the digests of folders."""
-    sources = [{key: value for key, value in source.items() if key != _FOLDER} for source in origin["sources"]]
-    return {**origin, "sources": sources}
-
-
-def _of_folder(name: str) -> str | None:
-    """SHA-256 over names and contents of what is read of a folder; None of files and of what is not here."""
-    try:
-        path = find_resource(name)
-    except UserError:
-        return None
-    if not path.is_dir():
-        return None
-    files = [[file.relative_to(path).as_posix(), sha256_file(file)] for file in files_of(path)]
-    return sha256_text(json.dumps(files))
-
-
-def _local_file(name: str) -> Path | None:
-    try:
-        path = find_resource(name)
-    except UserError:
-        return None
-    return path if path.is_file() else None
 
 
 def _resource(name: str) -> Path:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 import yaml
 from rich.console import Console
+from safetensors.torch import load_file, save_file
 
 from drafttrain.cli.common import chat_of, target_when_needed
 from drafttrain.cli.main import main
 from drafttrain.errors import DataError
+from drafttrain.files import read_json, write_json
 from drafttrain.recipe.conversations import prepare_conversations, what_was_left_out
 from drafttrain.recipe.load import load_recipe
 from tests.tiny_world import save_target
@@ -142,6 +145,41 @@ def test_answers_to_other_prompts_are_refused_and_stay(recipe: Path, capsys: pyt
     assert "choose another output_dir" in error
     assert Path("runs/tiny/data/answers.jsonl").read_bytes() == before
     assert main(["regenerate", str(recipe), "output_dir=runs/other"]) == 0
+
+
+def test_what_lies_elsewhere_now_is_the_same_and_other_weights_are_not(
+    recipe: Path, target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Answers take hours: a target and prompts under another path keep them, other weights at the old one do not."""
+    own = tmp_path / "own"
+    shutil.copytree(target, own)
+    assert main(["regenerate", str(recipe), f"target.model={own}"]) == 0
+    before = Path("runs/tiny/data/answers.jsonl").read_bytes()
+    Path("elsewhere").mkdir()
+    Path("prompts.jsonl").rename("elsewhere/prompts.jsonl")
+    own.rename("elsewhere/own")
+    words = ["regenerate", str(recipe), "data.prompts.0.source=elsewhere/prompts.jsonl"]
+    capsys.readouterr()
+    assert main([*words, "target.model=elsewhere/own"]) == 0
+    assert "0 answers written, 2 kept" in capsys.readouterr().out
+    weights = Path("elsewhere/own/model.safetensors")
+    tuned = {name: tensor * 1.5 for name, tensor in load_file(weights).items()}
+    save_file(tuned, weights, metadata={"format": "pt"})
+    assert main([*words, "target.model=elsewhere/own"]) == 2
+    assert "or by another target" in " ".join(capsys.readouterr().err.split())
+    assert Path("runs/tiny/data/answers.jsonl").read_bytes() == before
+
+
+def test_runs_from_before_weights_were_noted_go_on(recipe: Path) -> None:
+    assert main(["regenerate", str(recipe)]) == 0
+    path = Path("runs/tiny/data/prompts.origin.json")
+    origin = read_json(path)
+    del origin["target"]["weights"]
+    write_json(path, origin)
+    assert main(["regenerate", str(recipe)]) == 0
+    origin["target"]["model"] += "-other"
+    write_json(path, origin)
+    assert main(["regenerate", str(recipe)]) == 2
 
 
 def test_a_run_that_was_moved_does_not_begin_anew_elsewhere(
