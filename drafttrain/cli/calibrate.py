@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from drafttrain.cli.common import Subparsers, add_prompts, positive, progress_bars, run_folder
+from drafttrain.cli.parser import HelpFormatter
 
 if TYPE_CHECKING:
     from drafttrain.engine.calibration_file import SkipFile, TreeFile
@@ -35,11 +36,11 @@ def register(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
         help="find the tree of a draft, or the sub-layers a target can skip",
         description="Measure on a calibration set and write a small JSON file that a suite refers to.",
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=HelpFormatter,
     )
     parser.add_argument("source", metavar="RUN|TARGET", help="a run or its recipe; for skip a model will do")
     parser.add_argument("overrides", nargs="*", metavar="target.key=value", help="such as target.dtype=float32")
-    parser.add_argument("--kind", required=True, choices=["skip", "medusa-tree", "sequoia"])
+    parser.add_argument("--kind", required=True, choices=["skip", "medusa-tree", "sequoia"], help="see below")
     add_prompts(parser, PROMPTS)
     parser.add_argument("--max-new-tokens", type=positive, default=64, metavar="N", help="of an answer (64)")
     parser.add_argument("--batch", type=positive, default=1, metavar="N", help="rows the tree is to be fast for (1)")
@@ -53,7 +54,7 @@ def register(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
         metavar="N",
         help="of the search for skip; at least four a block (200)",
     )
-    parser.add_argument("--seed", type=int, default=0, metavar="N")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the search and of sampling (0)")
     parser.add_argument("--out", type=Path, metavar="FILE", help="default: RUN/KIND.json")
     parser.set_defaults(run=run)
 

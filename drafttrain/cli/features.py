@@ -39,20 +39,20 @@ def register(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
         description="Compare every shard with its checksums, and, with a recipe, the store with the recipe's target, "
         "tokenizer, template, taps and samples, and some rows with a forward of the target. 1 if anything is wrong.",
     )
-    verify.add_argument("store", type=Path)
+    verify.add_argument("store", metavar="STORE", type=Path, help="a store's folder")
     verify.add_argument("recipe", nargs="?", help="what it has to fit")
-    verify.add_argument("overrides", nargs="*", metavar="key=value")
+    verify.add_argument("overrides", nargs="*", metavar="key=value", help="of the recipe")
     verify.set_defaults(run=run_verify)
     info = actions.add_parser("info", help="what a store holds, and for what", description="Reads no features.")
-    info.add_argument("store", type=Path)
+    info.add_argument("store", metavar="STORE", type=Path, help="a store's folder")
     info.set_defaults(run=run_info)
     convert = actions.add_parser(
         "convert",
         help="copy a store into another element type, shard size or fewer taps",
         description="Documents are read and written one by one; an interrupted copy goes on.",
     )
-    convert.add_argument("store", type=Path)
-    convert.add_argument("out", type=Path)
+    convert.add_argument("store", metavar="STORE", type=Path, help="a store's folder")
+    convert.add_argument("out", metavar="OUT", type=Path, help="where the copy goes")
     convert.add_argument("--dtype", choices=("bf16", "fp32", "fp8"), help="element type; default: as it is")
     convert.add_argument("--taps", metavar="2,15,final", help="keep these taps; default: all")
     convert.add_argument("--shard-mib", type=positive, default=256, metavar="N", help="size of a shard (default 256)")

@@ -14,6 +14,16 @@ def is_override(word: str) -> bool:
     return re.match(r"\w[^/=]*=", word) is not None
 
 
+class HelpFormatter(argparse.RawDescriptionHelpFormatter):
+    """Wraps prose to the terminal, and leaves alone what has lines of its own: examples and lists."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        fill = (
+            super()._fill_text if "\n" in text.strip() else super(argparse.RawDescriptionHelpFormatter, self)._fill_text
+        )
+        return fill(text, width, indent)
+
+
 class CommandParser(argparse.ArgumentParser):
     """Puts the overrides of a command that has an argument of that name behind its other words.
 

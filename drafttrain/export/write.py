@@ -168,7 +168,11 @@ def _write_folder(
             for name, text in texts.items():
                 (partial / name).write_text(text, encoding="utf-8")
     except OSError as error:
-        raise UserError(f"cannot be written: {error}", where=folder, remedy="free some space or give --out") from None
+        raise UserError(
+            f"cannot be written: {error.strerror or error}",
+            where=folder,
+            remedy="free some space, or give another place by --out",
+        ) from None
 
 
 def _check_place(folder: Path, overwrite: bool) -> None:

@@ -221,10 +221,10 @@ def _examine(
         # What is sent says where it lies there.
         found = lint(Case(draft, None, engine_for(draft, about), about), ignored=("options-place",))
     errors = [f"{one.rule}: {one.what}" for one in found if one.severity is Severity.error]
-    paths = sorted(set(local_paths(texts)))
+    paths = list(dict.fromkeys(local_paths(texts)))
     warnings = [f"{one.rule}: {one.what}" for one in found if one.severity is not Severity.error]
     kept = [*errors, *paths]
-    hidden = sorted(set(secrets(texts)))
+    hidden = list(dict.fromkeys(secrets(texts)))
     return (hidden, [*warnings, *kept]) if force else ([*hidden, *kept], warnings)
 
 

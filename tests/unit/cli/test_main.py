@@ -309,6 +309,26 @@ def test_a_fault_of_ours_keeps_its_traceback(run: Callable[[Callable[[], int | N
         run(fails)
 
 
+def _parsers(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
+    yield parser
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for child in action.choices.values():
+                yield from _parsers(child)
+
+
+def test_every_option_is_explained_and_prose_fits_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "90")
+    for parser in _parsers(command_line.build_parser()):
+        for action in parser._actions:
+            commands = isinstance(action, argparse._SubParsersAction)
+            assert action.help or commands, f"{parser.prog}: {action.dest}"
+        # Examples are commands, which nobody wants to be broken.
+        prose = parser.format_help().partition("\nexamples:")[0]
+        assert max(map(len, prose.splitlines())) <= 120, parser.prog
+        assert parser.description and max(map(len, prose.partition("positional arguments:")[0].splitlines())) <= 90
+
+
 def test_no_command_and_unknown_commands_are_usage_errors(capsys: pytest.CaptureFixture[str]) -> None:
     for arguments in ([], ["trane"]):
         with pytest.raises(SystemExit) as stopped:

@@ -73,6 +73,13 @@ def test_a_target_in_a_folder_needs_a_name(copy: Path) -> None:
         (copy / name).write_text(text.replace("some/target", "/home/me/models/target"))
     with pytest.raises(UserError, match=r"README.md, line \d+: /home/me/models/target[\s\S]*--base-model"):
         plan_push(copy, REPO)
+    text = (copy / "README.md").read_text()
+    (copy / "README.md").write_text(text.replace("\n", "\n" * 7))
+    with pytest.raises(UserError) as refused:
+        plan_push(copy, REPO)
+    numbers = [int(number) for number in re.findall(r"README.md, line (\d+):", refused.value.what)]
+    assert len(numbers) > 2 and numbers == sorted(numbers)  # as they stand there, not as text is sorted
+    (copy / "README.md").write_text(text)
     plan = plan_push(copy, REPO, base_model="some/target")
     assert all("/home/me" not in (file.text or "") for file in plan.files)
     assert {file.name for file in plan.files if file.text is not None} == {"README.md", "drafttrain.json"}
