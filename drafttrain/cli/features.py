@@ -161,8 +161,9 @@ def run_info(arguments: argparse.Namespace) -> int:
 
 def _counts(reader: StoreReader) -> str:
     counts, size = reader.counts, reader.tokens * reader.identity.bytes_per_token
+    shards = f"{counts['shards']:,} shard{'' if counts['shards'] == 1 else 's'}"
     return (
-        f"{counts['documents']:,} documents, {counts['tokens']:,} tokens in {counts['shards']:,} shards, "
+        f"{counts['documents']:,} documents, {counts['tokens']:,} tokens in {shards}, "
         f"{size_text(size)}, {reader.identity.bytes_per_token:,} bytes a token"
     )
 

@@ -84,7 +84,10 @@ def forecast(rows: Sequence[Measurement], in_training: Mapping[str, Any] | None,
         return _of(best.alpha, best.per_position, k, source, best.chain_ci, _speedups(rows, best))
     if in_training is not None and in_training.get("alpha"):
         source = f"held-out prompts while training, T=0, K={in_training['k']}: like those it was trained on"
-        return _of(in_training["alpha"], None, k, source, [], [])
+        rates = list(in_training["alpha"])
+        # Training notes 0 for depths that no round reached, too.
+        reached = rates.index(0.0) + 1 if 0.0 in rates else len(rates)
+        return _of([*rates[:reached], *[None] * (len(rates) - reached)], None, k, source, [], [])
     return None
 
 

@@ -134,7 +134,7 @@ def build_run(
     trainable = sum(p.numel() for p in drafter.parameters() if p.requires_grad)
     unseen = _held_out_coverage(drafter, chat, held_out, recipe.data.within(target.context).max_length)
     report.say(
-        f"draft: {drafter.family}, {trainable / 1e6:.1f} M trainable parameters, draft vocabulary "
+        f"draft: {drafter.family}, {trainable:,} trainable parameters, draft vocabulary "
         f"{drafter.vocab_map.size} of {drafter.vocab_map.vocab_size} covers {coverage:.2%} of the labels"
         + ("" if unseen is None else f", {unseen:.2%} of the answers held out")
     )

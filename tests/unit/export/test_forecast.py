@@ -135,6 +135,10 @@ def test_a_draft_that_was_only_trained() -> None:
     assert found.unconditional == [0.5, 0.25] and "while training" in found.source and found.speedups == []
     assert forecast([], None, 3) is None
     assert forecast([], {"alpha": [], "k": 3}, 3) is None
+    # Training notes 0 where no round came to a depth; one that is never accepted has been reached.
+    unreached = expected([], 4, {"alpha": [0.5, 0.0, 0.0, 0.0], "k": 4})
+    assert unreached.conditional == [0.5, 0.0, None, None] and unreached.unconditional == [0.5, 0.0, 0.0, 0.0]
+    assert "0.50 / 0.00 / - / - of those that reached it" in describe(unreached, "vllm")[1]
 
 
 def test_a_depth_that_no_round_reached() -> None:

@@ -86,6 +86,8 @@ def test_the_vocabulary_is_judged_by_answers_that_it_was_not_chosen_by(
     assert parts.held_out_coverage == pytest.approx(sum(inside) / len(inside))
     assert 0 < parts.held_out_coverage < 1
     assert f"{parts.held_out_coverage:.2%} of the answers held out" in said.lines[-1]
+    trainable = sum(p.numel() for p in parts.drafter.parameters() if p.requires_grad)
+    assert f"{trainable:,} trainable parameters" in said.lines[-1]  # adapters have thousands, not millions
     nothing = {"evaluation": {"prompts": 0}, "data": {"held_out": 0}}
     assert build_run(load_recipe(recipe(world, tmp_path / "none", **nothing)), said).held_out_coverage is None
 
