@@ -25,6 +25,8 @@ _FARTHER = 4
 _ALWAYS = 0.8
 # Times that follow batch and width no better than this were disturbed.
 _DISTURBED = 0.1
+# The least that is not printed as 1.00x.
+_GAIN = 1.005
 # They replay the answers of the baseline.
 _NO_DRAFTS = ("oracle", "synthetic")
 
@@ -51,8 +53,8 @@ class Option:
 
     @property
     def pays(self) -> bool:
-        """Whether it is faster than not to draft."""
-        return self.speedup > 1
+        """Whether it is faster than not to draft: 1.00x, as people read it, is not."""
+        return self.speedup >= _GAIN
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from drafttrain.bench.advice import advise, vllm_config
+from drafttrain.bench.advice import Option, advise, vllm_config
 from drafttrain.bench.report.advice import in_words
 from drafttrain.bench.result import EvalResult, Memory, Setting
 from drafttrain.cli import advise as command
@@ -78,6 +78,12 @@ def test_drafting_goes_off_where_it_loses(wide_evaluation: EvalResult) -> None:
     assert all(after[0] == before[1] + 1 for before, after in pairwise(ranges))
     said = "\n".join(in_words(advice))
     assert "to 8: do not draft" in said and "batch 8: do not draft; the best is" in said
+
+
+@pytest.mark.parametrize(("speedup", "pays"), [(0.9, False), (1.004, False), (1.006, True)])
+def test_what_is_printed_as_no_gain_is_none(speedup: float, pays: bool) -> None:
+    option = Option(1, EAGLE, "K=1", 1, speedup, None, 1.5, "interpolated")
+    assert option.pays is pays is (f"{speedup:.2f}" > "1.00")
 
 
 def test_a_draft_that_never_pays_is_advised_against(wide_evaluation: EvalResult) -> None:
