@@ -170,6 +170,19 @@ def test_what_lies_elsewhere_now_is_the_same_and_other_weights_are_not(
     assert Path("runs/tiny/data/answers.jsonl").read_bytes() == before
 
 
+def test_a_folder_of_prompts_may_move_and_not_change(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("set").mkdir()
+    Path("set/a.jsonl").write_text(json.dumps({"prompt": "One?"}) + "\n", encoding="utf-8")
+    assert main(["regenerate", str(recipe), "data.prompts=[{source: set}]"]) == 0
+    Path("elsewhere").mkdir()
+    Path("set").rename("elsewhere/set")
+    words = ["regenerate", str(recipe), "data.prompts=[{source: elsewhere/set}]"]
+    capsys.readouterr()
+    assert main(words) == 0 and "0 answers written, 1 kept" in capsys.readouterr().out
+    Path("elsewhere/set/a.jsonl").write_text(json.dumps({"prompt": "Two?"}) + "\n", encoding="utf-8")
+    assert main(words) == 2
+
+
 def test_runs_from_before_weights_were_noted_go_on(recipe: Path) -> None:
     assert main(["regenerate", str(recipe)]) == 0
     path = Path("runs/tiny/data/prompts.origin.json")
