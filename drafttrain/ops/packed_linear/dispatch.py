@@ -7,7 +7,7 @@ The reference is `F.linear` itself. GPUs and dtypes that oneDNN does not take us
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from typing import TypeVar
 
@@ -17,28 +17,22 @@ from torch import Tensor
 
 # The layout is chosen for a number of rows; measured, the one for 8 is best or near it from 1 to 64.
 _ROWS = 8
-# Outputs of a trial for single rows. Of bf16 outputs that are summed in another order one in ten thousand differs.
-_TRIED = 2**17
+# oneDNN multiplies a row alone by a kernel of its own, which sums in another order where there are over 1,024 terms and
+# takes longer where weights come from memory. So there are four of it: what a token gets does not depend on its
+# neighbours.
+_ALONE = 4
 T = TypeVar("T")
-
-_ALONE: dict[tuple[int, int, torch.dtype, int], bool] = {}
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
 class PackedWeight:
-    """A weight [out, in] in oneDNN's blocked layout. It is a copy: a later change of the original is not seen.
-
-    Attributes:
-        in_pairs: a single row is multiplied twice: alone it would be summed in another order than among others, and a
-            token's result is not to depend on what is computed with it.
-    """
+    """A weight [out, in] in oneDNN's blocked layout. It is a copy: a later change of the original is not seen."""
 
     blocked: Tensor
     shape: torch.Size
     dtype: torch.dtype
-    in_pairs: bool = False
 
 
 Matrix = Tensor | PackedWeight
@@ -51,30 +45,29 @@ def pack(weight: Tensor) -> PackedWeight | None:
         return None
     with torch.inference_mode():
         blocked = torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous(), _ROWS)
-        packed = PackedWeight(blocked, weight.shape, weight.dtype)
-        return replace(packed, in_pairs=_alone_differs(packed))
+    return PackedWeight(blocked, weight.shape, weight.dtype)
 
 
 def linear(x: Tensor, weight: Matrix, bias: Tensor | None = None) -> Tensor:
     """x [..., in] W^T + b -> [..., out]. With a packed weight there is no gradient."""
     if not isinstance(weight, PackedWeight):
         return F.linear(x, weight, bias)
-    alone = _is_alone(x, weight)
-    rows = torch.cat((x, x)) if alone else x
+    alone = _is_alone(x)
+    rows = torch.cat((x,) * _ALONE) if alone else x
     out: Tensor = torch.ops.mkldnn._linear_pointwise(rows, weight.blocked, bias, "none", [], "")
     return out[:1] if alone else out
 
 
 def linear_add(x: Tensor, weight: PackedWeight, bias: Tensor | None, residual: Tensor) -> Tensor:
     """residual [..., out] + x [..., in] W^T + b. The sum is rounded once. There is no gradient."""
-    alone = _is_alone(x, weight)
-    rows, added = (torch.cat((x, x)), torch.cat((residual, residual))) if alone else (x, residual)
+    alone = _is_alone(x)
+    rows, added = (torch.cat((x,) * _ALONE), torch.cat((residual,) * _ALONE)) if alone else (x, residual)
     out: Tensor = torch.ops.mkldnn._linear_pointwise.binary(rows, added, weight.blocked, bias, "add")
     return out[:1] if alone else out
 
 
-def _is_alone(x: Tensor, weight: PackedWeight) -> bool:
-    return weight.in_pairs and x.dim() > 1 and x.numel() == x.shape[-1]
+def _is_alone(x: Tensor) -> bool:
+    return x.dim() > 1 and x.numel() == x.shape[-1]
 
 
 def pack_tree(weights: T) -> T:
@@ -101,15 +94,3 @@ def _available(dtype: torch.dtype) -> bool:
     except (AttributeError, RuntimeError, NotImplementedError):
         return False
     return bool(torch.equal(out, x) and torch.equal(twice, x + x))
-
-
-def _alone_differs(packed: PackedWeight) -> bool:
-    """Whether a row alone may be summed in another order than among others: by trial, for each shape once."""
-    out, size = packed.shape
-    kind = (out, size, packed.dtype, torch.get_num_threads())
-    if kind not in _ALONE:
-        rows = max(_ROWS, min(_TRIED // out, _TRIED // 128))
-        x = torch.randn(rows, size, generator=torch.Generator().manual_seed(0)).to(packed.dtype)
-        together = linear(x, packed)
-        _ALONE[kind] = any(not torch.equal(linear(x[i : i + 1], packed)[0], together[i]) for i in range(rows))
-    return _ALONE[kind]
