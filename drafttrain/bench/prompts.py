@@ -1,4 +1,4 @@
-"""Readers of evaluation prompts: our own sets, Spec-Bench, MT-bench and HumanEval question files.
+"""Readers of evaluation prompts: our own sets, what `drafttrain prompts` writes, Spec-Bench, MT-bench and HumanEval.
 
 Only prompts are read. Code that a model writes is never executed.
 """
@@ -15,7 +15,7 @@ from typing import Any, Literal
 from drafttrain.errors import DataError, UserError
 from drafttrain.files import find_resource, parse_json
 
-PromptFormat = Literal["auto", "core", "humaneval", "specbench", "mtbench"]
+PromptFormat = Literal["auto", "core", "messages", "humaneval", "specbench", "mtbench"]
 
 # Spec-Bench (2401.07851) counts the eight MT-bench categories as one task.
 _MT_BENCH_CATEGORIES = frozenset(
@@ -137,11 +137,13 @@ def _detect(rows: list[dict[str, Any]], path: Path) -> str:
         return "mtbench" if all(row.get("category") in _MT_BENCH_CATEGORIES for row in rows) else "specbench"
     if "turns" in row:
         return "core"
+    if "messages" in row:
+        return "messages"
     raise DataError(
         f"no known format has the keys {', '.join(map(repr, row)) or '(none)'}",
         where=path,
-        remedy="known: {id, category, turns}, Spec-Bench and MT-bench {question_id, category, turns}, "
-        "HumanEval {task_id, prompt}",
+        remedy="known: {id, category, turns}, {id, messages} as `drafttrain prompts` writes it, "
+        "Spec-Bench and MT-bench {question_id, category, turns}, HumanEval {task_id, prompt}",
     )
 
 
@@ -154,6 +156,19 @@ def _turns(row: dict[str, Any]) -> tuple[str, ...]:
 
 def _core(row: dict[str, Any]) -> EvalPrompt:
     return EvalPrompt(str(row["id"]), str(row.get("category", "all")), _turns(row))
+
+
+def _messages(row: dict[str, Any]) -> EvalPrompt:
+    """The user's turns; answers in between are those of the target under test."""
+    messages, meta = row["messages"], row.get("meta") or {}
+    if not isinstance(messages, list) or not all(isinstance(m, dict) for m in messages):
+        raise ValueError("messages must be a list of objects with role and content")
+    roles = {str(message.get("role")) for message in messages}
+    if unknown := roles - {"user", "assistant"}:
+        raise ValueError(f"messages of role {', '.join(sorted(unknown))} are not replayed: leave them out")
+    turns = [message.get("content") for message in messages if message.get("role") == "user"]
+    category = row.get("category") or meta.get("category") or meta.get("source") or "all"
+    return EvalPrompt(str(row["id"]), str(category), _turns({"turns": turns}))
 
 
 def _mtbench(row: dict[str, Any]) -> EvalPrompt:
@@ -176,6 +191,7 @@ def _humaneval(row: dict[str, Any]) -> EvalPrompt:
 
 _READERS: dict[str, Callable[[dict[str, Any]], EvalPrompt]] = {
     "core": _core,
+    "messages": _messages,
     "mtbench": _mtbench,
     "specbench": _specbench,
     "humaneval": _humaneval,

@@ -39,6 +39,25 @@ def test_our_own_format_survives_any_script(tmp_path: Path) -> None:
     assert load_prompts(write(tmp_path, [{"id": "a", "category": "c", "turns": turns}]))[0].turns == tuple(turns)
 
 
+def test_what_the_prompts_command_writes(tmp_path: Path) -> None:
+    asked, answered = {"role": "user", "content": "一?"}, {"role": "assistant", "content": "1"}
+    rows: list[Any] = [
+        {"id": "self-0", "messages": [asked], "meta": {"source": "self", "seed": 0}},
+        {"id": "b", "category": "maths", "messages": [asked, answered, asked]},
+    ]
+    assert load_prompts(write(tmp_path, rows)) == [
+        EvalPrompt("self-0", "self", ("一?",)),
+        EvalPrompt("b", "maths", ("一?", "一?")),
+    ]
+    for bad, said in (
+        ([{"role": "system", "content": "x"}, asked], "role system"),
+        ([answered], "non-empty"),
+        ("x", "list"),
+    ):
+        with pytest.raises(DataError, match=said):
+            load_prompts(write(tmp_path, [{"id": "c", "messages": bad}]))
+
+
 def test_humaneval_file_plain_or_compressed(tmp_path: Path) -> None:
     row = {"task_id": "HumanEval/0", "prompt": "def f():\n", "canonical_solution": "    return 1", "test": ""}
     plain = load_prompts(write(tmp_path, [row]))
