@@ -20,7 +20,7 @@ _DEFINITIONS = {
     "Depths behind a stop token or the length limit are not counted.",
     "accepted": "accepted draft tokens / proposed draft tokens",
     "speed-up": "decode tokens a second over the same engine without a draft: same prompts, batch and "
-    "temperature, run in turns. A ratio more than 3 % above tau is impossible and is reported as no result.",
+    "temperature, run in turns. A ratio above tau is impossible and is reported as no result.",
     "end to end": "the same ratio with the prefill and its token counted in",
     "of ceiling": "speed-up as a share of tau x T_AR / (T_draft + T_verify), medians of this run: what the "
     "engine's own overhead leaves",
