@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from drafttrain.engine.penalty import lowered
 from drafttrain.modeling.causal_lm import CausalLM
 
 
@@ -87,7 +88,6 @@ def top2_gap(target: CausalLM, ids: list[int], penalty: float = 1.0) -> float:
     """
     tokens = torch.tensor(ids, device=target.device)
     logits = target.lm_head(target(tokens[None]).final[:, -1]).float()[0]
-    held = logits[tokens]
-    logits[tokens] = torch.where(held < 0, held * penalty, held / penalty)
-    first, second = logits.topk(2).values.tolist()
+    held = torch.zeros_like(logits, dtype=torch.bool).index_fill_(0, tokens, True)
+    first, second = lowered(logits, held, penalty).topk(2).values.tolist()
     return float(first - second)

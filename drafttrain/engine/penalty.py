@@ -42,11 +42,12 @@ def penalised(logits: Tensor, rows: Sequence[Row], proposal: Proposal) -> Tensor
         path = chain if sees is None else sees[index if len(sees) > 1 else 0]
         place, draft = path[:, 1:].nonzero(as_tuple=True)
         held[place, proposal.tokens[index, draft]] = True
-        out[index] = _lowered(out[index], held, penalty)
+        out[index] = lowered(out[index], held, penalty)
     return out
 
 
-def _lowered(logits: Tensor, held: Tensor, penalty: float | Tensor) -> Tensor:
+def lowered(logits: Tensor, held: Tensor, penalty: float | Tensor) -> Tensor:
+    """logits [..., V] with those of the tokens where `held` (bool, same shape) made less likely."""
     return torch.where(held, torch.where(logits < 0, logits * penalty, logits / penalty), logits)
 
 
@@ -74,7 +75,7 @@ class DraftPenalty:
             return logits
         shape = (len(logits), *[1] * (logits.dim() - 2), -1)
         held = self._held.to(logits.device).view(shape)
-        return _lowered(logits.float(), held, self._penalties.to(logits.device).view(*shape[:-1], 1))
+        return lowered(logits.float(), held, self._penalties.to(logits.device).view(*shape[:-1], 1))
 
     def add(self, chosen: Tensor) -> None:
         """Draft ids int64 [n] that the chains go on with."""
