@@ -25,7 +25,8 @@ _DEFINITIONS = {
     "of ceiling": "speed-up as a share of tau x T_AR / (T_draft + T_verify), medians of this run: what the "
     "engine's own overhead leaves",
     "exact": "greedy answers that equal those without a draft token for token. Trees, GPUs and "
-    "prompts above 1,024 tokens may break a near-tie otherwise: the gap is the target's top-2 logit difference where answers part.",
+    "prompts above 1,024 tokens may break a near-tie otherwise: the gap is the target's top-2 logit difference where "
+    "answers part.",
     "memory": "what the engine holds for a draft: weights + caches for the whole batch, with what proposals need "
     "of the target's cache",
     "training": "tokens through the draft, wall hours of its steps and their hardware, without prompts and answers; "
