@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from drafttrain.cli.common import Subparsers, positive
-from drafttrain.cli.parser import HelpFormatter
 
 if TYPE_CHECKING:
     from drafttrain.bench.result import EvalResult
@@ -29,7 +28,6 @@ def register(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
         description="Say what to propose at each batch size, from the timings of an eval of this run; in words, and "
         "as the JSON that vLLM takes. What was measured and what is predicted is told apart.",
         epilog=_EPILOG,
-        formatter_class=HelpFormatter,
     )
     parser.add_argument("run_folder", metavar="RUN", type=Path, help="a run's folder")
     parser.add_argument(

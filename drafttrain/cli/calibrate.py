@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from drafttrain.cli.common import Subparsers, add_prompts, positive, progress_bars, run_folder
-from drafttrain.cli.parser import HelpFormatter
 
 if TYPE_CHECKING:
     from drafttrain.engine.calibration_file import SkipFile, TreeFile
@@ -36,7 +35,6 @@ def register(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
         help="find the tree of a draft, or the sub-layers a target can skip",
         description="Measure on a calibration set and write a small JSON file that a suite refers to.",
         epilog=_EPILOG,
-        formatter_class=HelpFormatter,
     )
     parser.add_argument("source", metavar="RUN|TARGET", help="a run or its recipe; for skip a model will do")
     parser.add_argument("overrides", nargs="*", metavar="target.key=value", help="such as target.dtype=float32")

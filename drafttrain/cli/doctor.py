@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from drafttrain.cli.common import Subparsers, add_prompts, first_turns, positive
-from drafttrain.cli.parser import HelpFormatter
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -41,7 +40,6 @@ def register(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
         "and draft run on a few prompts; what is accepted is compared with the draft's claim, and other readings of "
         "the folder (shifted layer ids, another rotary base or vocabulary map, ...) are tried for one that is better.",
         epilog=_EPILOG,
-        formatter_class=HelpFormatter,
     )
     parser.add_argument("draft", metavar="DRAFT", type=Path, help="a folder as a serving engine loads it")
     parser.add_argument("--target", required=True, metavar="MODEL", help="the model that it is to draft for")

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from drafttrain.cli.common import run_folder
-from drafttrain.cli.parser import HelpFormatter, is_override
+from drafttrain.cli.parser import is_override
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -28,7 +28,6 @@ def register(subparsers: Any) -> None:
         help="acceptance and speed-up of a draft, as a table, JSON and an HTML report",
         description="Run a suite with a draft and without one, in turns, and compare.",
         epilog=_EPILOG,
-        formatter_class=HelpFormatter,
     )
     parser.add_argument("run_folder", nargs="?", metavar="RUN", help="a run's folder, or its recipe")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="of the suite, or of target.*")

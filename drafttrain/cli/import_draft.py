@@ -6,7 +6,6 @@ import argparse
 from pathlib import Path
 
 from drafttrain.cli.common import Subparsers
-from drafttrain.cli.parser import HelpFormatter
 from drafttrain.files import size_text
 
 _EPILOG = """RUN holds the draft and a recipe for it. Then:
@@ -30,7 +29,6 @@ def register(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
         "told by its tensors and config.json. What is not understood is an error: nothing is dropped silently. The "
         "target's weights are not loaded; nothing is unpickled but tensors.",
         epilog=_EPILOG,
-        formatter_class=HelpFormatter,
     )
     parser.add_argument("folder", metavar="FOLDER", type=Path, help="with config.json and weights")
     parser.add_argument("--target", metavar="MODEL", help="what it was made for; default: what the folder names")

@@ -14,7 +14,7 @@ def is_override(word: str) -> bool:
     return re.match(r"\w[^/=]*=", word) is not None
 
 
-class HelpFormatter(argparse.RawDescriptionHelpFormatter):
+class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
     """Wraps prose to the terminal, and leaves alone what has lines of its own: examples and lists."""
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
@@ -29,6 +29,9 @@ class CommandParser(argparse.ArgumentParser):
 
     argparse takes the first words for the recipe, and ends a list of words at the first option.
     """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **{"formatter_class": _HelpFormatter, **kwargs})
 
     def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
         """See `argparse.ArgumentParser`; also called for each command by the parser above it."""

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from drafttrain.cli.common import Subparsers, add_prompts, first_turns, positive
-from drafttrain.cli.parser import HelpFormatter
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -37,7 +36,6 @@ def register(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
         "the same, near-ties aside, and acceptance at each depth must be what the bundled engine measures with the "
         "run's draft on the same prompts.",
         epilog=_EPILOG,
-        formatter_class=HelpFormatter,
     )
     parser.add_argument("export", metavar="EXPORT", type=Path, help="a folder written by `drafttrain export --to vllm`")
     parser.add_argument("--engine", choices=["vllm"], default="vllm", help="the server (its CPU build)")

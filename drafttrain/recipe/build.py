@@ -235,7 +235,7 @@ def prepare_corpus(recipe: Recipe, target: TargetModel, chat: ChatRenderer, repo
     for line in what_was_left_out(recipe):
         report.say(line)
     # Answers lie in the order in which they were finished, which a resumed run does not repeat. The choice is the same
-    # for every seed: runs that differ in it alone train on the same data, and a second stage's are held out of a first.
+    # for every seed: runs that differ in it alone train on the same data.
     training, held_out = split_held_out(conversations, data.held_out)
     if note := data.cut_note(target.context):
         report.say(f"data: {note}")
