@@ -85,12 +85,11 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _is_of_another_draft(result: EvalResult, run: Path) -> bool:
     """Whether the run was trained on since; False where it cannot be told."""
-    from drafttrain.drafters.saving import WEIGHTS, find_draft
+    from drafttrain.drafters.saving import find_draft, weights_sha256
     from drafttrain.errors import CheckpointError
-    from drafttrain.files import settled, sha256_file
 
     try:
-        return bool(result.weights) and result.weights != sha256_file(settled(find_draft(run)) / WEIGHTS)
+        return bool(result.weights) and result.weights != weights_sha256(find_draft(run))
     except CheckpointError:
         return False
 

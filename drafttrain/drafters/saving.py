@@ -22,7 +22,7 @@ from drafttrain.drafters.base import Drafter
 from drafttrain.drafters.eagle.config import Eagle3Config, EagleConfig
 from drafttrain.drafters.registry import DrafterConfig, drafter_class
 from drafttrain.errors import CheckpointError
-from drafttrain.files import atomic_folder, read_json, settled, write_json
+from drafttrain.files import atomic_folder, read_json, settled, sha256_file, write_json
 from drafttrain.modeling.vocab_map import VocabMap
 
 WEIGHTS, META, FORMAT = "model.safetensors", "draft.json", 1
@@ -259,6 +259,11 @@ def _built(meta: DraftMeta, vocab_map: VocabMap, device: torch.device | str | No
         raise CheckpointError(
             f"not a valid draft description: {place}: {first['msg']}", where=Path(where) / META
         ) from None
+
+
+def weights_sha256(folder: str | Path) -> str:
+    """Of a saved draft: which one a result is of."""
+    return sha256_file(settled(folder) / WEIGHTS)
 
 
 def _read_tensors(folder: str | Path) -> dict[str, Tensor]:

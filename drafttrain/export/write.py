@@ -11,8 +11,7 @@ from typing import Any
 
 import torch
 
-from drafttrain.drafters.saving import WEIGHTS as SAVED_WEIGHTS
-from drafttrain.drafters.saving import find_draft
+from drafttrain.drafters.saving import find_draft, weights_sha256
 from drafttrain.errors import UserError
 from drafttrain.export.card import model_card
 from drafttrain.export.forecast import Forecast, forecast
@@ -29,7 +28,7 @@ from drafttrain.export.target_head import target_of, with_target_head
 from drafttrain.export.trtllm import TRTLLM
 from drafttrain.export.verify import CONFIG, WEIGHTS, verify_export
 from drafttrain.export.vllm import VLLM
-from drafttrain.files import atomic_folder, require_free_space, settled, sha256_file, write_json
+from drafttrain.files import atomic_folder, require_free_space, write_json
 from drafttrain.recipe.load import RESOLVED, load_recipe
 from drafttrain.recipe.schema import Recipe
 from drafttrain.targets import embedded
@@ -147,7 +146,7 @@ class _Source:
         return _Source(draft, folder, load_recipe(folder), (folder / RESOLVED).read_text(encoding="utf-8"))
 
     def evidence(self, ir: DraftIR) -> Evidence:
-        return Evidence.of(self.folder, ir.provenance, sha256_file(settled(self.draft) / SAVED_WEIGHTS))
+        return Evidence.of(self.folder, ir.provenance, weights_sha256(self.draft))
 
 
 def _write_folder(
