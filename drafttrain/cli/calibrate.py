@@ -120,7 +120,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _source(arguments: argparse.Namespace) -> tuple[Recipe | None, TargetConfig]:
     """The recipe of a run, or None of a model, which may be a folder too; and the target, overrides applied."""
-    from drafttrain.recipe.load import RESOLVED, load_recipe, load_target_config
+    from drafttrain.recipe.load import load_recipe, load_target_config
+    from drafttrain.recipe.schema import RESOLVED
 
     source = Path(arguments.source)
     if source.suffix in (".yaml", ".yml") or (source / RESOLVED).is_file():

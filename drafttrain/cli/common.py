@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from drafttrain.corpus.chat import ChatRenderer
     from drafttrain.recipe.conversations import InProcess
     from drafttrain.recipe.schema import Recipe
+    from drafttrain.recipe.settle import Native
     from drafttrain.targets.model import TargetModel
 
 Subparsers = argparse._SubParsersAction  # argparse gives the type no public name
@@ -47,16 +48,20 @@ def add_recipe(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def recipe_of(arguments: argparse.Namespace) -> Recipe:
+def recipe_of(arguments: argparse.Namespace, native: Native | None = None) -> Recipe:
     """The recipe of `add_recipe`. Call it first: a mistake in it shows before torch is even imported.
+
+    Args:
+        native: what the machine computes in that it is for; default: this one.
 
     Raises:
         RecipeError: of a run that was moved, or is called from elsewhere: it would begin anew where its recipe points.
     """
     from drafttrain.errors import RecipeError
-    from drafttrain.recipe.load import RESOLVED, load_recipe
+    from drafttrain.recipe.load import load_recipe
+    from drafttrain.recipe.schema import RESOLVED
 
-    recipe = load_recipe(arguments.recipe, arguments.overrides)
+    recipe = load_recipe(arguments.recipe, arguments.overrides, native)
     given, own = Path(arguments.recipe).expanduser(), Path(recipe.run_folder)
     trained_here = (given / RESOLVED).is_file() and (given / "checkpoints").is_dir()
     elsewhere = any(word.partition("=")[0].strip() in ("name", "output_dir") for word in arguments.overrides)

@@ -52,7 +52,7 @@ def register(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
     add_prompts(parser)
     parser.add_argument("--max-new-tokens", type=positive, default=64, metavar="N", help="of an answer (64)")
     parser.add_argument("--k", type=positive, default=4, metavar="K", help="draft tokens a round (4)")
-    parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="of the trial; default: bfloat16")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="of the trial; default: by machine")
     parser.add_argument("--fix", type=Path, metavar="OUT", help="write a mended copy there and examine its files")
     parser.add_argument("--ignore", default="", metavar="RULE[,RULE]", help="rules to leave out, by id")
     parser.add_argument("--json", action="store_true", help="print JSON for machines instead of a table")
@@ -70,14 +70,15 @@ def run(arguments: argparse.Namespace) -> int:
     from drafttrain.export.doctor.report import Report
     from drafttrain.export.doctor.target import read_target
     from drafttrain.export.sidecar import read_sidecar
-    from drafttrain.targets.config import TargetConfig
+    from drafttrain.targets.config import AUTO, TargetConfig
+    from drafttrain.targets.native import settled
 
     console = Console(soft_wrap=True, highlight=False, stderr=arguments.json)
     ignored = [word.strip() for word in arguments.ignore.split(",") if word.strip()]
     check_ignored(ignored, RULES)
     if arguments.fix is not None and arguments.fix.exists():
         raise UserError("already exists", where=arguments.fix, remedy="give --fix another folder, or remove this one")
-    config = TargetConfig(model=arguments.target, dtype=arguments.dtype or "bfloat16")
+    config = settled(TargetConfig(model=arguments.target, dtype=arguments.dtype or AUTO))
     about = read_sidecar(arguments.draft)
     draft, engine = _open(arguments, config, about)
     case = Case(draft, read_target(config), engine, about)

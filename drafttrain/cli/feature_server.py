@@ -25,7 +25,7 @@ def register(actions: Subparsers[argparse.ArgumentParser]) -> None:
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="of the recipe, such as target.device=cuda:1")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: loopback)")
     parser.add_argument("--port", type=_port, default=8700, help="0 takes a free one (default 8700)")
-    parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), help="of a TARGET; default: bfloat16")
+    parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), help="of a TARGET; default: by machine")
     parser.add_argument(
         "--token-file",
         type=Path,
@@ -82,8 +82,10 @@ def run(arguments: argparse.Namespace) -> int:
 def _target(arguments: argparse.Namespace) -> TargetConfig:
     """The target of a recipe, or the one that is named."""
     from drafttrain.errors import RecipeError
-    from drafttrain.recipe.load import RESOLVED, load_recipe
-    from drafttrain.targets.config import TargetConfig
+    from drafttrain.recipe.load import load_recipe
+    from drafttrain.recipe.schema import RESOLVED
+    from drafttrain.targets.config import AUTO, TargetConfig
+    from drafttrain.targets.native import settled
 
     path = Path(arguments.what).expanduser()
     if path.suffix in (".yaml", ".yml") or (path / RESOLVED).is_file():
@@ -92,4 +94,4 @@ def _target(arguments: argparse.Namespace) -> TargetConfig:
         return load_recipe(arguments.what, arguments.overrides).target
     if arguments.overrides:
         raise RecipeError("overrides are of a recipe", where=arguments.overrides[0], remedy="use --dtype")
-    return TargetConfig(model=arguments.what, dtype=arguments.dtype or "bfloat16")
+    return settled(TargetConfig(model=arguments.what, dtype=arguments.dtype or AUTO))

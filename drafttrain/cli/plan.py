@@ -44,7 +44,8 @@ def run(arguments: argparse.Namespace) -> int:
             raise UserError(f"{value} is too few", where=f"--{name}", remedy="give at least 2")
     if arguments.nodes > 1 and arguments.gpus is None:
         raise UserError("says nothing without GPUs", where="--nodes", remedy="add --gpus 8xH100-80G")
-    recipe = recipe_of(arguments)
+    # All GPUs that it knows compute in bfloat16.
+    recipe = recipe_of(arguments, None if arguments.gpus is None else lambda _: "bfloat16")
     hardware = this_machine() if arguments.gpus is None else parse_gpus(arguments.gpus, arguments.nodes)
     text = target_config(recipe, arguments.target_config)
     plan = make_plan(recipe, text, hardware, samples=arguments.samples, tokens=arguments.tokens)

@@ -60,7 +60,8 @@ def run(arguments: argparse.Namespace) -> int:
     from drafttrain.export.prove.prove import check_export, find_run, prove_export, server_target
     from drafttrain.export.write import draft_tokens
     from drafttrain.files import write_json
-    from drafttrain.recipe.load import RESOLVED, load_recipe
+    from drafttrain.recipe.load import load_recipe
+    from drafttrain.recipe.schema import RESOLVED
     from drafttrain.targets.config import TargetConfig
     from drafttrain.targets.load import load_target
 

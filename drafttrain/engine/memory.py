@@ -11,7 +11,6 @@ from drafttrain.engine.graphs import buckets
 from drafttrain.engine.proposers.base import Proposer, Reach
 from drafttrain.errors import EngineError
 from drafttrain.modeling.causal_lm import CausalLM
-from drafttrain.ops.decode_attention import keys_for
 
 _GIB = 2**30
 
@@ -76,8 +75,7 @@ def room_for(
     """Of an engine that drafts `k` tokens for `rows` requests of up to `longest` tokens."""
     reach = Reach(0, 0) if proposer is None else proposer.reach(k)
     length = longest + max(reach.tokens, reach.scratch)
-    if target.device.type == "cpu":
-        length = keys_for(length)
+    length = target.cache_length(length)
     memory, elsewhere = memory_needed(target, proposer, reach, rows, length, recorded), Memory(0, 0, 0)
     if proposer is not None and proposer.device not in (None, target.device):
         memory, elsewhere = replace(memory, draft=0), Memory(0, memory.draft, 0)

@@ -29,8 +29,8 @@ from drafttrain.export.trtllm import TRTLLM
 from drafttrain.export.verify import CONFIG, WEIGHTS, verify_export
 from drafttrain.export.vllm import VLLM
 from drafttrain.files import atomic_folder, require_free_space, write_json
-from drafttrain.recipe.load import RESOLVED, load_recipe
-from drafttrain.recipe.schema import Recipe
+from drafttrain.recipe.load import load_recipe
+from drafttrain.recipe.schema import RESOLVED, Recipe
 from drafttrain.targets import embedded
 
 ENGINES = {engine.name: engine for engine in (VLLM, SPECULATORS, SGLANG, TRTLLM, HF, GGUF)}

@@ -52,7 +52,7 @@ def attend(
         if mask is not None and is_packed(mask):
             mask = unpack(mask, k.shape[2])
         return _attend_scored(q, k, v, mask, scale, softcap, sinks)
-    if mask is not None and takes(q, k, mask):
+    if mask is not None and takes(q, k, v, mask):
         return decode_attention(q, k, v, mask, scale)
     batch, q_heads, n_new, dim = q.shape
     kv_heads = k.shape[1]

@@ -22,6 +22,7 @@ from drafttrain.modeling.head import Head
 from drafttrain.modeling.kv_cache import StaticKVCache
 from drafttrain.modeling.kv_shape import KVShape, MeasuringCache
 from drafttrain.modeling.taps import Tap
+from drafttrain.ops.decode_attention import shapes_for
 from drafttrain.ops.packed_linear import pack_linears
 
 C = TypeVar("C", bound=StaticKVCache)
@@ -169,6 +170,14 @@ class CausalLM(nn.Module):
         """The same of a kind of cache."""
         heads, keys, values = self._kv_shape()
         return kind(self.n_layers, heads, keys, rows, length, self.dtype, self.device, values)
+
+    def cache_length(self, length: int) -> int:
+        """Length of a cache for rows of `length` tokens: on a CPU some more, so that all of it is read in shapes that
+        round alike (`ops.decode_attention`)."""
+        if self.device.type != "cpu":
+            return length
+        shapes = shapes_for(self._kv_shape().widths, self.dtype)
+        return length if shapes is None else shapes.keys(length)
 
     def cache_bytes(self, rows: int, length: int) -> int:
         """What `new_cache` will allocate, in bytes."""

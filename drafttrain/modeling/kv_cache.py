@@ -18,7 +18,7 @@ from transformers import Cache
 
 from drafttrain.modeling.attention import attend
 from drafttrain.ops.backend import use_triton
-from drafttrain.ops.decode_attention import fits, keys_for
+from drafttrain.ops.decode_attention import fits, shapes_for
 from drafttrain.ops.kv_compact import kv_compact
 from drafttrain.ops.tree_attention import MAX_TAIL, pack
 
@@ -69,6 +69,8 @@ class StaticKVCache(Cache):
         self.v = [place[layer][1] for layer in range(n_layers)]
         self.lengths = torch.zeros(rows, dtype=torch.int64)
         self.packed = use_triton("tree_attention", "auto", self.device, dtype)
+        widths = [(d, dv) for h, d, dv in shapes if h]
+        self._shapes = shapes_for(widths, dtype) if self.device.type == "cpu" else None
         self._before, self._on_device = self.lengths, False
         self._n_rows = self._n_new = self._first = self._visible = 0
         self._masked = False
@@ -100,8 +102,8 @@ class StaticKVCache(Cache):
             raise ValueError(f"the cache holds {self.length} tokens a row, {longest} were asked for")
         self._announce(self.lengths[first_row : first_row + n_rows], n_new, tail_mask, first_row, offset)
         # As many as `decode_attention` takes, where there are so many.
-        keys = keys_for(longest)
-        self._masked = self.device.type == "cpu" and keys <= self.length and fits(n_rows, n_new, keys)
+        keys = longest if self._shapes is None else self._shapes.keys(longest)
+        self._masked = self._shapes is not None and keys <= self.length and fits(n_rows, n_new, keys)
         self._visible = keys if self._masked else longest
         if bool((lengths == lengths[0]).all()):
             self._slots = None

@@ -20,6 +20,11 @@ class KVShape(NamedTuple):
         """Elements that all layers together keep of a token."""
         return sum(heads * (key + value) for heads, key, value in zip(*self, strict=True))
 
+    @property
+    def widths(self) -> set[tuple[int, int]]:
+        """Those of a key and of a value that layers have that cache something."""
+        return {(key, value) for heads, key, value in zip(*self, strict=True) if heads}
+
 
 class MeasuringCache(Cache):
     """Stands where a cache would, keeps nothing, and notes the shapes.

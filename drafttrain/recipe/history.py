@@ -16,8 +16,8 @@ from pydantic import ValidationError
 
 from drafttrain.errors import RecipeError
 from drafttrain.files import atomic_file
-from drafttrain.recipe.load import RESOLVED, save_recipe
-from drafttrain.recipe.schema import Recipe
+from drafttrain.recipe.load import save_recipe
+from drafttrain.recipe.schema import RESOLVED, Recipe
 from drafttrain.recipe.yaml_source import parse_yaml
 
 Change = tuple[Any, Any]

@@ -12,7 +12,8 @@ from drafttrain.errors import RecipeError
 from drafttrain.files import atomic_file, find_resource
 from drafttrain.recipe.checks import check_sections
 from drafttrain.recipe.problems import InvalidRecipe, Problem
-from drafttrain.recipe.schema import SHORTHANDS, Recipe
+from drafttrain.recipe.schema import RESOLVED, SHORTHANDS, Recipe
+from drafttrain.recipe.settle import Native, settle
 from drafttrain.recipe.validate import validate
 from drafttrain.recipe.yaml_source import Source, apply_overrides, dump_yaml, parse_yaml
 from drafttrain.targets.config import TargetConfig
@@ -20,12 +21,13 @@ from drafttrain.targets.config import TargetConfig
 C = TypeVar("C", bound=Config)
 Check = Callable[[Mapping[str, Any]], Iterable[Problem]]
 
-RESOLVED = "recipe.yaml"
-"""Name of the resolved recipe in a run's folder."""
 
+def load_recipe(path: str | Path, overrides: Sequence[str] = (), native: Native | None = None) -> Recipe:
+    """Read a recipe: a path, a name that ships (`recipes/quickstart.yaml`), or a run's folder; `auto` is settled.
 
-def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
-    """Read a recipe: a path, a name that ships (`recipes/quickstart.yaml`), or a run's folder.
+    Args:
+        path, overrides: see `load_config`.
+        native: see `settle`.
 
     Raises:
         InvalidRecipe: with every problem at once: YAML, keys, types, bounds, combinations.
@@ -40,7 +42,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
             where=path,
             remedy="give a recipe, or the folder of a run whose training has begun",
         )
-    return load_config(Recipe, file, overrides, shorthands=SHORTHANDS, check=check_sections)
+    return settle(load_config(Recipe, file, overrides, shorthands=SHORTHANDS, check=check_sections), native)
 
 
 class _Bare(Config):
@@ -54,7 +56,10 @@ def load_target_config(model: str, overrides: Sequence[str] = ()) -> TargetConfi
         InvalidRecipe: overrides of other sections, or that do not fit.
     """
     text = dump_yaml({"target": {"model": model}})
-    return parse_config(_Bare, text, overrides, where=model, shorthands={}, check=lambda _: ()).target
+    config = parse_config(_Bare, text, overrides, where=model, shorthands={}, check=lambda _: ()).target
+    from drafttrain.targets.native import settled  # imports torch
+
+    return settled(config)
 
 
 def load_config(

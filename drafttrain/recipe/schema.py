@@ -17,6 +17,9 @@ from drafttrain.targets.config import TargetConfig
 SHORTHANDS = {"target": "model"}
 """Sections that may be written as one string, and the key it stands for: `target: smollm2-135m`."""
 
+RESOLVED = "recipe.yaml"
+"""Name of the resolved recipe in a run's folder."""
+
 REFERENCES = ("none", "ngram", "suffix", "oracle")
 """What evaluations measure beside a run's draft, by name: no run can have one of these."""
 

@@ -51,7 +51,8 @@ class TrainingConfig(Config):
         warmup: below 1 a share of all steps, from 1 on a number of steps.
         decay_fraction: share of all steps over which "wsd" decays.
         clip_norm: largest global gradient norm, None for no clipping.
-        precision: "bf16" is autocast over fp32 master weights.
+        precision: "bf16" is autocast over fp32 master weights. "auto" takes it where the device computes in bfloat16,
+            as `target.dtype` does.
         gradient_checkpointing: recompute the draft's layers in the backward.
         compile: have `torch.compile` fuse what lies between the draft's attentions; the first steps take longer.
         prefetch: micro-batches made ready while others are trained on, each with its features in memory; 0 for none.
@@ -82,7 +83,7 @@ class TrainingConfig(Config):
     warmup: float = Field(0.02, ge=0)
     decay_fraction: float = Field(0.2, gt=0, le=1)
     clip_norm: float | None = Field(1.0, gt=0)
-    precision: Literal["bf16", "fp32"] = "bf16"
+    precision: Literal["auto", "bf16", "fp32"] = "auto"
     gradient_checkpointing: bool = False
     compile: bool = False
     prefetch: int | None = Field(None, ge=0, le=64)

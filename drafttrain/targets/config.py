@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Final, Literal
 
 from pydantic import Field
 
 from drafttrain.config import Config
+
+AUTO: Final = "auto"
 
 
 class TargetConfig(Config):
@@ -14,7 +16,8 @@ class TargetConfig(Config):
 
     Attributes:
         model: `smollm2-135m` (the embedded default), a local folder, a GGUF file, or a hub name.
-        dtype: dtype of the weights and of the features.
+        dtype: of the weights and of the features. "auto" is bfloat16 where the device computes in it, else float32
+            (`targets.native`); a run that exists keeps what it had.
         device: "auto" takes the rank's GPU if there is one.
         revision: hub revision, or None.
         gguf_file: name of a GGUF file inside `model`, or None.
@@ -26,7 +29,7 @@ class TargetConfig(Config):
     """
 
     model: str = Field(min_length=1)
-    dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = AUTO
     device: str = "auto"
     revision: str | None = None
     gguf_file: str | None = None

@@ -18,6 +18,7 @@ from drafttrain.targets import embedded
 from drafttrain.targets.config import TargetConfig
 from drafttrain.targets.identity import TargetIdentity, template_hash, tokenizer_hash, weights_fingerprint
 from drafttrain.targets.model import TargetModel, stop_ids
+from drafttrain.targets.native import settled
 from drafttrain.targets.quantised import check_quantisation, check_scales
 from drafttrain.targets.quiet import no_bars
 
@@ -60,6 +61,7 @@ def load_target(
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    config = settled(config)
     place = _locate(config)
     device = resolve_device(config.device)
     whole_config = _load_config(config)  # a fault in it would be reported as the tokenizer's, which reads it too

@@ -22,10 +22,10 @@ from drafttrain.files import exclusive
 from drafttrain.modeling.compiled import require_compiler
 from drafttrain.recipe.build import RunParts, build_run, open_features, store_path, write_features
 from drafttrain.recipe.history import Change, changes, check_changes, earlier_name, keep_recipe
-from drafttrain.recipe.load import RESOLVED
 from drafttrain.recipe.provenance import collect_provenance, record_provenance, versions
-from drafttrain.recipe.schema import Recipe
+from drafttrain.recipe.schema import RESOLVED, Recipe
 from drafttrain.recipe.servers import check_servers
+from drafttrain.recipe.settle import settle
 from drafttrain.targets.ends import load_ends
 from drafttrain.targets.load import load_target, resolve_device
 from drafttrain.training.acceptance import EngineMeasurement
@@ -86,6 +86,7 @@ def train_recipe(recipe: Recipe, resume: Resume, console: Console) -> TrainResul
     Raises:
         UserError: see `build_run` and `Trainer.fit`.
     """
+    recipe = settle(recipe)
     require_tracker(recipe.tracking)
     require_peft(recipe.drafter.lora)
     launch = requested()

@@ -24,9 +24,10 @@ LENGTH = 1024
 
 
 @cache
-def _target(kind: str, dtype: torch.dtype) -> CausalLM:
+def _target(kind: str, dtype: torch.dtype, head_dim: int | None = None) -> CausalLM:
     # A product of 2,048 terms is one where a row alone is summed in another order than two.
-    hf = tiny_hf(kind, intermediate_size=2048, max_position_embeddings=LENGTH, num_hidden_layers=2)
+    shape = {} if head_dim is None else {"head_dim": head_dim}
+    hf = tiny_hf(kind, intermediate_size=2048, max_position_embeddings=LENGTH, num_hidden_layers=2, **shape)
     target = CausalLM(hf.to(dtype)).requires_grad_(False).eval()
     target.prepare_for_inference()
     return target
@@ -64,6 +65,17 @@ def test_neither_steps_nor_neighbours_change_a_bit(kind: str, dtype: torch.dtype
     assert torch.equal(_logits(target, ids, [prompt // 2, prompt - prompt // 2, 12]), one_by_one)
     assert torch.equal(_logits(target, ids, [prompt, 5, 7], beside=(9, prompt + 40)), one_by_one)
     assert torch.equal(_logits(target, ids, [prompt, *[1] * 12], beside=(3, 150, 70)), one_by_one)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("head_dim", [64, 80, 128, 256])
+def test_heads_of_usual_widths(head_dim: int, dtype: torch.dtype) -> None:
+    target = _target("llama", dtype, head_dim)
+    for prompt in (60, 200, 250, 380, 508, 900):
+        ids = torch.randint(VOCAB, (prompt + 12,), generator=torch.Generator().manual_seed(prompt)).tolist()
+        one_by_one = _logits(target, ids, [prompt, *[1] * 12])
+        assert torch.equal(_logits(target, ids, [prompt, 5, 7]), one_by_one), prompt
+        assert torch.equal(_logits(target, ids, [prompt, 5, 7], beside=(9, prompt + 40)), one_by_one), prompt
 
 
 @pytest.mark.parametrize("batch", [1, 7])

@@ -19,7 +19,7 @@ from drafttrain.export.hub.errors import explained
 from drafttrain.export.hub.inspect import local_paths, secrets
 from drafttrain.export.sidecar import SIDECAR, read_sidecar
 from drafttrain.files import read_json, sha256_file
-from drafttrain.recipe.load import RESOLVED
+from drafttrain.recipe.schema import RESOLVED
 from drafttrain.targets import embedded
 
 TOKEN, ENDPOINT = "HF_TOKEN", "HF_ENDPOINT"

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from drafttrain.ops import decode_attention as module
-from drafttrain.ops.decode_attention import decode_attention, fits, keys_for, takes
+from drafttrain.ops.decode_attention import Shapes, decode_attention, fits, shapes_for, takes
 
 
 def _inputs(
@@ -31,29 +31,42 @@ def test_equals_its_definition(heads: tuple[int, int], rows: int, n_new: int, ke
     scores = q.double() @ k.double().repeat_interleave(group, 1).transpose(-1, -2) * 0.3
     expected = scores.masked_fill(~mask, -torch.inf).softmax(-1) @ v.double().repeat_interleave(group, 1)
     with torch.inference_mode():
-        assert takes(q, k, mask)
+        assert takes(q, k, v, mask)
         torch.testing.assert_close(decode_attention(q, k, v, mask, 0.3).double(), expected, atol=1e-5, rtol=1e-4)
         shared = decode_attention(q, k, v, mask[:1], 0.3)
         torch.testing.assert_close(shared[:1].double(), expected[:1], atol=1e-5, rtol=1e-4)
 
 
 def test_what_it_does_not_take() -> None:
-    q, k, _, mask = _inputs(2, (4, 2), 3, 64, 8)
-    assert not takes(q, k, mask)  # gradients are wanted
+    q, k, v, mask = _inputs(2, (4, 2), 3, 64, 8)
+    assert not takes(q, k, v, mask)  # gradients are wanted
     with torch.inference_mode():
-        assert takes(q, k, mask)
-        assert not takes(q, k, None)
-        assert not takes(q, k, mask.float())
-        assert not takes(q, k[:, :, :63], mask[..., :63])
-        assert not takes(q.to("meta"), k, mask)
+        assert takes(q, k, v, mask)
+        assert not takes(q, k, v, None)
+        assert not takes(q, k, v, mask.float())
+        assert not takes(q, k[:, :, :63], v[:, :, :63], mask[..., :63])
+        assert not takes(q.to("meta"), k, v, mask)
     assert fits(1, 1024, 1024) and not fits(1, 1025, 1024)
     assert fits(8, 1024, 1024) and not fits(9, 1024, 1024)
 
 
-def test_enough_keys_and_few_more() -> None:
+@pytest.mark.parametrize("rest", [(64, 128, 192, 256, 512), (512,)])
+def test_enough_keys_and_few_more(rest: tuple[int, ...]) -> None:
+    shapes = Shapes(4, rest)
     for length in range(1, 2200):
-        keys = keys_for(length)
-        assert length <= keys < length + 192 and keys_for(keys) == keys
+        keys = shapes.keys(length)
+        assert length <= keys < length + 512 and shapes.keys(keys) == keys
+        assert (keys - 1) % 512 + 1 in rest
+
+
+def test_layers_of_several_widths_share_what_suits_them_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = {64: Shapes(4, (64, 128, 512)), 128: Shapes(16, (64, 256, 512)), 80: None}
+    monkeypatch.setattr(module, "_found", lambda dim, value_dim, dtype: found[dim])
+    dtype = torch.float64  # of no other test: what was found before is kept
+    assert shapes_for([(64, 64)], dtype) == found[64]
+    assert shapes_for([(64, 64), (128, 128)], dtype) == Shapes(16, (64, 512))
+    assert shapes_for([(64, 64), (80, 80)], dtype) is None
+    assert shapes_for([], dtype) is None
 
 
 def test_no_mask_is_kept_behind_its_owner() -> None:

@@ -1,0 +1,57 @@
+"""`auto` in a recipe becomes what a run had, or what its machine computes in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from drafttrain.errors import RecipeError
+from drafttrain.recipe.schema import RESOLVED, Recipe
+from drafttrain.recipe.yaml_source import parse_yaml
+from drafttrain.targets.config import AUTO
+
+Native = Callable[[str], str]
+"""A device by name -> "bfloat16" or "float32"."""
+
+
+def settle(recipe: Recipe, native: Native | None = None) -> Recipe:
+    """Without `auto`: a run that goes on elsewhere goes on in the dtypes that it began with.
+
+    Args:
+        native: what a device computes in; default: asked of this machine.
+    """
+    target, training = recipe.target, recipe.training
+    if AUTO not in (target.dtype, training.precision):
+        return recipe
+    if native is None:
+        from drafttrain.targets.native import native_dtype as native  # imports torch
+
+    earlier = _of_run(Path(recipe.run_folder))
+    dtype, precision = target.dtype, training.precision
+    if dtype == AUTO:
+        dtype = _chosen(earlier, "target", "dtype") or native(target.device)
+    if precision == AUTO:
+        precision = _chosen(earlier, "training", "precision") or (
+            "bf16" if native(target.device) == "bfloat16" else "fp32"
+        )
+    return recipe.model_copy(
+        update={
+            "target": target.model_copy(update={"dtype": dtype}),
+            "training": training.model_copy(update={"precision": precision}),
+        }
+    )
+
+
+def _of_run(folder: Path) -> dict[str, Any]:
+    """The resolved recipe there; empty where there is none that can be read, of which others complain."""
+    with suppress(OSError, UnicodeDecodeError, RecipeError):
+        return parse_yaml((folder / RESOLVED).read_text(encoding="utf-8"), RESOLVED).data
+    return {}
+
+
+def _chosen(earlier: dict[str, Any], section: str, key: str) -> Any:
+    values = earlier.get(section)
+    value = values.get(key) if isinstance(values, dict) else None
+    return None if value == AUTO else value
