@@ -1,6 +1,6 @@
 """Plain decoding of the bundled engine against `generate` of transformers and, if asked for, vLLM's CPU build.
 
-    python eval/decode_speed.py                          # the embedded target, bfloat16, batch 1 and 8
+    python eval/decode_speed.py                          # the embedded target in the machine's dtype, batch 1 and 8
     python eval/decode_speed.py --repeats 5 --threads 2
     python eval/decode_speed.py --vllm eager             # vLLM too, in its own environment (see `drafttrain prove`)
 
@@ -32,9 +32,10 @@ from drafttrain.errors import UserError
 from drafttrain.export.prove.environment import vllm_environment
 from drafttrain.export.prove.prove import server_target
 from drafttrain.export.prove.server import server_variables, vllm_options
-from drafttrain.targets.config import TargetConfig
+from drafttrain.targets.config import AUTO, TargetConfig
 from drafttrain.targets.load import load_target
 from drafttrain.targets.model import TargetModel
+from drafttrain.targets.native import settled
 
 PROMPTS = [
     "Explain how a bicycle stays upright.",
@@ -58,7 +59,7 @@ def main() -> None:
     """Print tokens per second and ratios."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", default="smollm2-135m")
-    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
+    parser.add_argument("--dtype", default=AUTO, choices=[AUTO, "bfloat16", "float32"])
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--threads", type=int, default=0, help="0 = torch's own choice")
@@ -69,7 +70,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.threads:
         torch.set_num_threads(options.threads)
-    config = TargetConfig(model=options.target, dtype=options.dtype)
+    config = settled(TargetConfig(model=options.target, dtype=options.dtype))
     target = load_target(config)
     ids = [_prompt(target, text) for text in PROMPTS]
     longest = max(map(len, ids)) + options.tokens
@@ -80,7 +81,7 @@ def main() -> None:
             server, version = stack.enter_context(_vllm(config, longest, options.vllm == "eager"))
             decoders[f"vLLM ({options.vllm})"] = server
             versions += f", vLLM {version}"
-        print(f"{options.target} {options.dtype}, {target.device}, {versions}, {torch.get_num_threads()} threads")
+        print(f"{options.target} {config.dtype}, {target.device}, {versions}, {torch.get_num_threads()} threads")
         for batch in BATCHES:
             _compare(decoders, ids[:batch], options.tokens, options.repeats)
 

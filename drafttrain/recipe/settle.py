@@ -17,7 +17,8 @@ Native = Callable[[str], str]
 
 
 def settle(recipe: Recipe, native: Native | None = None) -> Recipe:
-    """Without `auto`: a run that goes on elsewhere goes on in the dtypes that it began with.
+    """Without `auto`: a run that goes on elsewhere goes on in the dtypes that it began with. A target that vLLM runs is
+    in bfloat16, wherever the draft is.
 
     Args:
         native: what a device computes in; default: asked of this machine.
@@ -31,7 +32,9 @@ def settle(recipe: Recipe, native: Native | None = None) -> Recipe:
     earlier = _of_run(Path(recipe.run_folder))
     dtype, precision = target.dtype, training.precision
     if dtype == AUTO:
-        dtype = _chosen(earlier, "target", "dtype") or native(target.device)
+        dtype = _chosen(earlier, "target", "dtype") or (
+            "bfloat16" if recipe.features.source == "vllm" else native(target.device)
+        )
     if precision == AUTO:
         precision = _chosen(earlier, "training", "precision") or (
             "bf16" if native(target.device) == "bfloat16" else "fp32"

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from drafttrain.errors import UserError
+from drafttrain.targets.native import native_dtype
 
 # Dense peaks in TFLOP/s, bf16 and fp32 as torch uses it by default (no TF32), GB of memory, and GB/s that a GPU can
 # receive from the others of its node: vendors' data sheets.
@@ -27,6 +28,8 @@ _BETWEEN_NODES = 50.0  # GB/s: one 400 Gbit/s adapter a GPU
 _LINK_USE = 0.7
 _SPEC = re.compile(r"(?:(\d+)x)?([A-Za-z0-9]+?)(?:-(\d+(?:\.\d+)?)GB?)?", re.IGNORECASE)
 _CORE_FLOPS = 50e9
+_EMULATED = 0.2
+"""Of that, in bfloat16 on a CPU without instructions for it."""
 
 
 @dataclass(frozen=True)
@@ -103,8 +106,9 @@ def this_machine() -> Hardware:
             return parse_gpus(f"{torch.cuda.device_count()}x{kind}-{gigabytes:.0f}G")
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    peak = cores * _CORE_FLOPS
-    return Hardware(f"this CPU, {cores} cores", 1, 1, memory, peak, peak, 1.0, 0.8, 5e9, 2**30, True)
+    fp32 = cores * _CORE_FLOPS
+    bf16 = fp32 if native_dtype("cpu") == "bfloat16" else fp32 * _EMULATED
+    return Hardware(f"this CPU, {cores} cores", 1, 1, memory, bf16, fp32, 1.0, 0.8, 5e9, 2**30, True)
 
 
 def kind_of(name: str) -> str | None:

@@ -11,7 +11,6 @@ from drafttrain.bench.journal import UNFINISHED, Journal
 from drafttrain.bench.result import Setting
 from drafttrain.bench.runner import Contender, SuiteRun, run_suite
 from drafttrain.engine.proposers import NGramProposer
-from drafttrain.ops.decode_attention import keys_for
 from drafttrain.targets.model import TargetModel
 from tests.unit.bench.test_runner import PROMPTS, suite, target
 
@@ -87,4 +86,4 @@ def test_memory_is_what_the_engine_holds(target: TargetModel) -> None:
     assert plain.memory is not None and ngram.memory is not None
     assert plain.memory.weights == sum(p.numel() * p.element_size() for p in target.parameters())
     assert ngram.memory == replace(plain.memory, weights=0, state=0)
-    assert plain.memory.length == keys_for(plain.memory.length)
+    assert plain.memory.length == target.cache_length(plain.memory.length)

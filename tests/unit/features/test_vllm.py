@@ -284,7 +284,8 @@ def test_the_command_that_serves_them() -> None:
     config = FeaturesConfig(
         source="vllm", urls=("http://10.0.0.7:8123",), exchange="/dev/shm/my states", token_file="features.token"
     )
-    model = TargetConfig(model="meta-llama/Llama-3.1-8B-Instruct", revision="main", trust_remote_code=True)
+    name = "meta-llama/Llama-3.1-8B-Instruct"
+    model = TargetConfig(model=name, dtype="bfloat16", revision="main", trust_remote_code=True)
     words = serve_command(model, config, (2, 16, 29, 32), 2049, config.urls[0])
     assert words[:3] == ["vllm", "serve", "meta-llama/Llama-3.1-8B-Instruct"]
     for option, value in (

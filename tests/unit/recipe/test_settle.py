@@ -56,6 +56,12 @@ def test_what_is_said_is_not_asked(minimal: Path) -> None:
     assert (half.target.dtype, half.training.precision) == ("float32", "bf16")
 
 
+def test_vllm_computes_elsewhere(minimal: Path) -> None:
+    source = ["features.source=vllm", "features.urls=['http://10.0.0.7:8000']", "features.exchange=/dev/shm/states"]
+    recipe = load_recipe(minimal, source, lambda _: "float32")
+    assert (recipe.target.dtype, recipe.training.precision) == ("bfloat16", "fp32")
+
+
 def test_a_run_goes_on_as_it_began_whatever_the_machine(minimal: Path) -> None:
     began = load_recipe(minimal, native=lambda _: "bfloat16")
     folder = Path(began.run_folder)

@@ -26,6 +26,7 @@ from drafttrain.modeling.causal_lm import CausalLM
 from drafttrain.modeling.vocab_map import VocabMap
 from drafttrain.recipe.load import load_recipe
 from drafttrain.training.launch import Launch
+from drafttrain.training.plan import hardware as plan_hardware
 from drafttrain.training.plan.activations import kept_bytes
 from drafttrain.training.plan.fitting import find_fitting
 from drafttrain.training.plan.flops import step_flops
@@ -425,6 +426,16 @@ def test_a_gpu_is_known_by_its_whole_name(name: str, kind: str | None) -> None:
 def test_this_machine_has_memory_and_speed() -> None:
     hardware = this_machine()
     assert hardware.ranks >= 1 and hardware.memory > 2**28 and hardware.peak("float32") > 1e9
+
+
+@pytest.mark.parametrize(("native", "slower"), [("bfloat16", False), ("float32", True)])
+def test_a_cpu_without_bfloat16_is_planned_as_slow_in_it(
+    monkeypatch: pytest.MonkeyPatch, native: str, slower: bool
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(plan_hardware, "native_dtype", lambda device: native)
+    here = this_machine()
+    assert (here.peak("bfloat16") < here.peak("float32")) == slower
 
 
 def test_the_size_of_data_is_counted_given_or_named_as_assumed(tmp_path: Path) -> None:
