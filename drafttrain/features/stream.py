@@ -34,7 +34,7 @@ class StreamedFeatures(FeatureClient):
             raise FeatureServerError(
                 f"runs another target than the recipe's; what differs: {', '.join(differing)}",
                 where=url,
-                remedy="start it with this recipe: drafttrain features serve RECIPE",
+                remedy=f"start it with this recipe: drafttrain features serve RECIPE target.dtype={wanted.dtype}",
             )
         self._request_tokens = min(self._request_tokens, int(found["request_tokens"]))
 
