@@ -1,10 +1,10 @@
-"""Products of few rows with a bf16 weight: plain `F.linear` against the blocked layout of `ops/packed_linear`.
+"""Products of few rows with a weight: plain `F.linear` against the blocked layout of `ops/packed_linear`.
 
     python eval/linear_speed.py --threads 1
+    python eval/linear_speed.py --dtype float32
 
 Weights of SmolLM2's sizes, more of them than a cache holds, are gone through in turn, as decoding does. Plain and
-packed take turns; the ratio is taken pair by pair and its median printed with the range. GB/s counts the
-weight's bytes alone.
+packed take turns; times are medians, the ratio is taken pair by pair and its median printed with the range.
 """
 
 from __future__ import annotations
@@ -26,25 +26,28 @@ BYTES = 80e6
 def main() -> None:
     """Print a line a shape and number of rows."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
     parser.add_argument("--threads", type=int, default=0, help="0 = torch's own choice")
     parser.add_argument("--repeats", type=int, default=5)
     options = parser.parse_args()
     if options.threads:
         torch.set_num_threads(options.threads)
-    print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, bfloat16; weight, rows: plain, packed, ratio")
+    dtype = getattr(torch, options.dtype)
+    print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, {options.dtype}")
+    print("weight, rows: plain, packed, plain / packed")
     for out, inside in SHAPES:
-        size = out * inside * 2
-        plain = [torch.randn(out, inside, dtype=torch.bfloat16) for _ in range(max(1, int(BYTES / size)))]
+        size = out * inside * dtype.itemsize
+        plain = [torch.randn(out, inside).to(dtype) for _ in range(max(1, int(BYTES / size)))]
         packed = [weight for weight in map(pack, plain) if weight is not None]
         if not packed:
-            raise SystemExit("this torch has no blocked layout for bf16 on this machine")
+            raise SystemExit("this torch has no blocked layout for that on this machine")
         for rows in ROWS:
-            x = torch.randn(rows, inside, dtype=torch.bfloat16)
+            x = torch.randn(rows, inside).to(dtype)
             pairs = [(_seconds(x, plain), _seconds(x, packed)) for _ in range(options.repeats + 1)][1:]
             ratios = sorted(a / b for a, b in pairs)
-            speeds = [size / statistics.median(column) / 1e9 for column in zip(*pairs, strict=True)]
+            times = [statistics.median(column) * 1e3 for column in zip(*pairs, strict=True)]
             print(
-                f"{out} x {inside}, {rows}: {speeds[0]:.1f} GB/s, {speeds[1]:.1f} GB/s, "
+                f"{out} x {inside}, {rows}: {times[0]:.2f} ms, {times[1]:.2f} ms, "
                 f"{statistics.median(ratios):.2f}x ({ratios[0]:.2f} to {ratios[-1]:.2f})"
             )
 

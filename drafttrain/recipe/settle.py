@@ -7,6 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from drafttrain.config import Config
 from drafttrain.errors import RecipeError
 from drafttrain.recipe.schema import RESOLVED, Recipe
 from drafttrain.recipe.yaml_source import parse_yaml
@@ -27,24 +28,20 @@ def settle(recipe: Recipe, native: Native | None = None) -> Recipe:
     if AUTO not in (target.dtype, training.precision):
         return recipe
     if native is None:
-        from drafttrain.targets.native import native_dtype as native  # imports torch
+        from drafttrain.targets.native import native_dtype  # imports torch
 
+        native = native_dtype
     earlier = _of_run(Path(recipe.run_folder))
-    dtype, precision = target.dtype, training.precision
-    if dtype == AUTO:
-        dtype = _chosen(earlier, "target", "dtype") or (
-            "bfloat16" if recipe.features.source == "vllm" else native(target.device)
-        )
-    if precision == AUTO:
-        precision = _chosen(earlier, "training", "precision") or (
-            "bf16" if native(target.device) == "bfloat16" else "fp32"
-        )
-    return recipe.model_copy(
-        update={
-            "target": target.model_copy(update={"dtype": dtype}),
-            "training": training.model_copy(update={"precision": precision}),
-        }
-    )
+    changed: dict[str, Config] = {}
+    if target.dtype == AUTO:
+        own = "bfloat16" if recipe.features.source == "vllm" else native(target.device)
+        dtype = _chosen(earlier, "target", "dtype") or own
+        changed["target"] = target.model_copy(update={"dtype": dtype})
+    if training.precision == AUTO:
+        own = "bf16" if native(target.device) == "bfloat16" else "fp32"
+        precision = _chosen(earlier, "training", "precision") or own
+        changed["training"] = training.model_copy(update={"precision": precision})
+    return recipe.model_copy(update=changed)
 
 
 def _of_run(folder: Path) -> dict[str, Any]:
