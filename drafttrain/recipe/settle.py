@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from drafttrain.config import Config
 from drafttrain.errors import RecipeError
@@ -35,11 +35,11 @@ def settle(recipe: Recipe, native: Native | None = None) -> Recipe:
     changed: dict[str, Config] = {}
     if target.dtype == AUTO:
         own = "bfloat16" if recipe.features.source == "vllm" else native(target.device)
-        dtype = _chosen(earlier, "target", "dtype") or own
+        dtype = _chosen(earlier, "target", target, "dtype") or own
         changed["target"] = target.model_copy(update={"dtype": dtype})
     if training.precision == AUTO:
         own = "bf16" if native(target.device) == "bfloat16" else "fp32"
-        precision = _chosen(earlier, "training", "precision") or own
+        precision = _chosen(earlier, "training", training, "precision") or own
         changed["training"] = training.model_copy(update={"precision": precision})
     return recipe.model_copy(update=changed)
 
@@ -51,7 +51,8 @@ def _of_run(folder: Path) -> dict[str, Any]:
     return {}
 
 
-def _chosen(earlier: dict[str, Any], section: str, key: str) -> Any:
+def _chosen(earlier: dict[str, Any], section: str, now: Config, key: str) -> Any:
     values = earlier.get(section)
     value = values.get(key) if isinstance(values, dict) else None
-    return None if value == AUTO else value
+    known = get_args(type(now).model_fields[key].annotation)
+    return value if value in known and value != AUTO else None

@@ -17,7 +17,7 @@ from tests.support import RAGGED_PROMPTS, VOCAB, tiny_hf
 
 pytestmark = pytest.mark.skipif(
     pack(torch.eye(16)) is None or torch.backends.cpu.get_cpu_capability() != "AVX512",
-    reason="which shapes round alike was measured with oneDNN and MKL on AVX-512",
+    reason="that products of few rows round alike was measured with oneDNN on AVX-512",
 )
 DTYPES = [torch.float32, torch.bfloat16]
 LENGTH = 1024

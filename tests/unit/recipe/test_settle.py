@@ -73,7 +73,9 @@ def test_a_run_goes_on_as_it_began_whatever_the_machine(minimal: Path) -> None:
     assert elsewhere.target.dtype == "float32"
 
 
-@pytest.mark.parametrize("content", [b"", b"target: 3\n", b"\xff\xfe", b"a: [", b"target: {dtype: auto}\n"])
+@pytest.mark.parametrize(
+    "content", [b"", b"target: 3\n", b"\xff\xfe", b"a: [", b"target: {dtype: auto}\n", b"target: {dtype: half}\n"]
+)
 def test_a_run_that_cannot_be_read_settles_nothing(minimal: Path, content: bytes) -> None:
     folder = minimal.parent / "runs" / "tiny"
     folder.mkdir(parents=True)
