@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import Cache
 
 from drafttrain.modeling.attention import attend
+from drafttrain.modeling.kv_shape import KVShape
 from drafttrain.ops.backend import use_triton
 from drafttrain.ops.decode_attention import fits, shapes_for
 from drafttrain.ops.kv_compact import kv_compact
@@ -69,7 +70,7 @@ class StaticKVCache(Cache):
         self.v = [place[layer][1] for layer in range(n_layers)]
         self.lengths = torch.zeros(rows, dtype=torch.int64)
         self.packed = use_triton("tree_attention", "auto", self.device, dtype)
-        widths = [(d, dv) for h, d, dv in shapes if h]
+        widths = KVShape(heads, dims, values).widths
         self._shapes = shapes_for(widths, dtype) if self.device.type == "cpu" else None
         self._before, self._on_device = self.lengths, False
         self._n_rows = self._n_new = self._first = self._visible = 0
