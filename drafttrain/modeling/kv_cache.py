@@ -70,8 +70,8 @@ class StaticKVCache(Cache):
         self.v = [place[layer][1] for layer in range(n_layers)]
         self.lengths = torch.zeros(rows, dtype=torch.int64)
         self.packed = use_triton("tree_attention", "auto", self.device, dtype)
-        widths = KVShape(heads, dims, values).widths
-        self._shapes = shapes_for(widths, dtype) if self.device.type == "cpu" else None
+        on_cpu = self.device.type == "cpu"
+        self._shapes = shapes_for(KVShape(heads, dims, values).widths, dtype) if on_cpu else None
         self._before, self._on_device = self.lengths, False
         self._n_rows = self._n_new = self._first = self._visible = 0
         self._masked = False
