@@ -170,3 +170,26 @@ def test_scripts_are_valid_shell_and_executable() -> None:
 def test_make_targets_exist(target: str) -> None:
     result = subprocess.run(["make", "-n", target], cwd=ROOT, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
+
+
+def quickstart(*arguments: str) -> str:
+    """What `make quickstart` would run, with this interpreter's environment in place of `.venv`."""
+    command = ["make", "-n", "quickstart", "GPU=", f"BIN={Path(sys.executable).parent}", *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+
+
+def test_the_quickstart_takes_fewer_prompts_where_the_cpu_has_no_bfloat16() -> None:
+    from drafttrain.targets.native import native_dtype
+
+    slow = native_dtype("cpu") == "float32"
+    assert ("data.prompts.1.count=440" in quickstart()) == slow
+    assert ("limit=8" in quickstart()) == slow
+    # What is asked for on the command line is heard last.
+    assert "count=440 data.prompts.1.count=9" in quickstart("FEWER=yes", "ARGS=data.prompts.1.count=9")
+
+
+@pytest.mark.parametrize("more", ["FULL=1", "RECIPE=recipes/smollm2/eagle3.yaml", "GPU=yes"])
+def test_whoever_asks_for_all_of_a_recipe_gets_it(more: str) -> None:
+    commands = quickstart(more)
+    assert "data.prompts" not in commands
+    assert "limit=16" in commands
