@@ -32,7 +32,7 @@ FULL ?=
 FEWER = $(eval FEWER := $(if $(GPU)$(FULL)$(filter-out recipes/quickstart.yaml,$(RECIPE)),,$(ASK_FEWER)))$(FEWER)
 ASK_FEWER = $(shell $(BIN)/python -c 'from drafttrain.targets.native import native_dtype as of; print("yes" * (of("cpu") != "bfloat16"))')
 FEWER_ARGS := data.prompts.0.count=64 data.prompts.1.count=440
-FEWER_NOTE := This CPU has no bfloat16: fewer prompts are used, for a weaker draft within 25 minutes. FULL=1 takes all of them.
+FEWER_NOTE := This CPU has no bfloat16: fewer prompts are used, for a weaker draft in less than half an hour. FULL=1 takes all of them in an hour and more.
 
 GPU := $(shell nvidia-smi -L >/dev/null 2>&1 && echo yes)
 # A GPU machine keeps the torch it has.

@@ -168,10 +168,18 @@ def exclusive(path: str | Path, what: str) -> Iterator[None]:
     Args:
         path: is created and stays.
         what: the holder does, for the error: "training into this folder".
+
+    Raises:
+        UserError: another holds it, or nothing can be written there.
     """
     file = Path(path)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    with file.open("a", encoding="utf-8") as held:
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        opened = file.open("a", encoding="utf-8")
+    except OSError as error:
+        remedy = "make it writable, or choose another folder"
+        raise UserError(f"cannot be written: {error.strerror}", where=file.parent, remedy=remedy) from None
+    with opened as held:
         try:
             fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -34,7 +34,7 @@ from drafttrain.engine.proposers.lookup import Lookup
 from drafttrain.engine.records import Completion
 from drafttrain.engine.tree import DynamicTree, TreeShape
 from drafttrain.engine.tree_config import TreeConfig
-from drafttrain.errors import RecipeError
+from drafttrain.errors import RecipeError, UserError
 from drafttrain.targets.model import TargetModel
 
 
@@ -84,18 +84,29 @@ class Contenders:
             UserError: a draft that is missing, foreign, or cannot do what is asked.
         """
         made = []
-        for entry in self.suite.drafts:
-            made.append(self._contender(entry))
+        for index, entry in enumerate(self.suite.drafts):
+            made.append(self._contender(entry, f"drafts.{index}"))
             if entry == "run":
-                made += [self._contender(DraftConfig(use="run", tree=tree)) for tree in self.suite.trees]
+                made += [
+                    self._contender(DraftConfig(use="run", tree=tree), f"trees.{number}")
+                    for number, tree in enumerate(self.suite.trees)
+                ]
         if self.suite.typical:
             made = [
                 replace(c, name=f"{c.name} (lossy)", variant=f"{c.variant} (lossy)" if c.variant else "") for c in made
             ]
         return made
 
-    def _contender(self, entry: Draft) -> Contender:
+    def _contender(self, entry: Draft, key: str) -> Contender:
         given = entry if isinstance(entry, DraftConfig) else DraftConfig(use=entry)
+        try:
+            return self._made(given)
+        except UserError as error:
+            if error.where is not None:
+                raise
+            raise RecipeError(error.what, where=f"{key} ({given})", remedy=error.remedy) from None
+
+    def _made(self, given: DraftConfig) -> Contender:
         if given.use == "oracle" or given.synthetic is not None:
             return self._replay(given)
         proposer = self._proposer(given)

@@ -396,7 +396,7 @@ def test_calibrated_and_untrained_drafts(home: Path, tmp_path: Path) -> None:
     for entry in result["drafts"][1:]:
         assert entry["exact"]["rate"] == 1.0 and entry["acceptance"]["rounds"] > 0
     bad = {
-        "{early_exit: 4}": "early exit after 4 blocks of a target with 4",
+        "{early_exit: 4}": r"^drafts\.0 \(early exit 4\): an early exit after 4 blocks of a target with 4",
         "{cascade: [ngram, run]}": "cannot check another draft's tokens in one pass",
         f"{{skip: {tree}}}": "does not hold sub-layers",
         "{use: run, device: cuda:77}": "no device 'cuda:77' here",

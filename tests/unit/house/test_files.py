@@ -9,7 +9,7 @@ import pytest
 
 from drafttrain import files
 from drafttrain.errors import UserError
-from drafttrain.files import append_jsonl, atomic_folder, locked, read_jsonl, read_object, settled, size_text
+from drafttrain.files import append_jsonl, atomic_folder, exclusive, locked, read_jsonl, read_object, settled, size_text
 
 
 @pytest.mark.parametrize(
@@ -123,6 +123,15 @@ def test_a_lock_is_waited_for(tmp_path: Path) -> None:
         order.append("first")
     thread.join(20)
     assert order == ["first", "second"]
+
+
+def test_a_lock_where_nothing_can_be_written_is_one_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("no folder")
+    (tmp_path / "run" / ".lock").mkdir(parents=True)
+    for folder in ("file", "run"):
+        refused = pytest.raises(UserError, match=f"{folder}: cannot be written: .*\n.*choose another folder")
+        with refused, exclusive(tmp_path / folder / ".lock", "testing"):
+            pass
 
 
 def test_a_torn_last_line_is_passed_over_and_another_is_named(tmp_path: Path) -> None:
