@@ -36,13 +36,14 @@ def _new(title: str, caption: str = "") -> Table:
         caption=caption or None,
         caption_justify="left",
         box=box.SIMPLE_HEAD,
+        show_edge=False,
         padding=(0, 1, 0, 0),
     )
 
 
 def _grid(title: str, grid: Grid) -> Table:
     table = _new(f"{title} · {grid.held}", f"columns: {grid.along}; n: answers; ranges: 95 % intervals over prompts")
-    table.add_column("draft", overflow="fold", min_width=8)
+    table.add_column("draft", overflow="fold", min_width=10)
     for column, answers in zip(grid.columns, grid.answers, strict=True):
         table.add_column(f"{column}\nn={answers}", no_wrap=True)
     for series in grid.series:
@@ -58,7 +59,7 @@ def _cell(cell: Cell | None) -> str:
 def _listing(title: str, listing: Listing, *, with_cost: bool) -> Table:
     caption = "memory: weights + caches that the draft adds"
     table = _new(f"{title} · {listing.held}", f"{caption}; training: the draft's alone" if with_cost else caption)
-    table.add_column("draft", overflow="fold", min_width=8)
+    table.add_column("draft", overflow="fold", min_width=10)
     table.add_column("fastest" if not with_cost else "variant", overflow="fold", min_width=6)
     for name in ("tau", "accepted", "speed-up"):
         table.add_column(name, no_wrap=True)
@@ -85,7 +86,7 @@ def _model(model: CostModel) -> Table:
         f"predicted: from round times fitted over all settings, off by {text.percent(model.error)} in the median. "
         "of max: of what an engine without overhead would reach. host: share of decoding time.",
     )
-    table.add_column("draft", overflow="fold", min_width=8)
+    table.add_column("draft", overflow="fold", min_width=10)
     for name in ("K", "batch", "predicted", "measured", "ratio", "of max", "host"):
         table.add_column(name, no_wrap=True)
     for p in model.predictions:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from rich import box
 from rich.console import Group, RenderableType
+from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
@@ -19,10 +20,14 @@ _COLUMNS = ("draft", "tau", "accepted", "alpha by depth", "tokens/s", "speed-up"
 
 def result_table(result: EvalResult) -> RenderableType:
     """One table a setting, the tables over settings, and the notes."""
-    parts: list[RenderableType] = [_table(result, setting) for setting in result.settings]
-    parts += section_tables(result)
+    parts: list[RenderableType] = [_apart(_table(result, setting)) for setting in result.settings]
+    parts += [_apart(part) if isinstance(part, Table) else part for part in section_tables(result)]
     parts += [Text(f"note: {note}", style="yellow") for note in result.notes]
     return Group(*parts)
+
+
+def _apart(table: Table) -> Padding:
+    return Padding(table, (0, 0, 1, 0))
 
 
 def _table(result: EvalResult, setting: Setting) -> Table:
@@ -36,12 +41,13 @@ def _table(result: EvalResult, setting: Setting) -> Table:
         "of max: of what an engine without overhead would reach. Ranges: 95 % intervals over prompts.",
         caption_justify="left",
         box=box.SIMPLE_HEAD,
+        show_edge=False,
         padding=(0, 1, 0, 0),
     )
     for name in _COLUMNS:
         # A narrow terminal folds long names and the list of depths, and hides no figure.
         if name == "draft":
-            table.add_column(name, overflow="fold", min_width=8)
+            table.add_column(name, overflow="fold", min_width=10)
         elif name == "alpha by depth":
             table.add_column("alpha\nby depth", min_width=9)
         else:
