@@ -27,11 +27,11 @@ SIDE_BY_SIDE := -n logical --dist loadfile
 # The whole suite is 96 conversations at two temperatures; a sixth of it shows the result in a few minutes.
 SUITE_ARGS ?= limit=$(if $(FEWER),8,16) max_new_tokens=64
 # The quickstart is made for CPUs with bfloat16. One without takes three times as long for it, so there it is given fewer
-# prompts; FULL=1 gives it all of them. Other recipes are run as they are. Asked for once, when .venv is there.
+# prompts, as a run of another name; FULL=1 gives it all of them. Other recipes are run as they are. Asked for once, when .venv is there.
 FULL ?=
 FEWER = $(eval FEWER := $(if $(GPU)$(FULL)$(filter-out recipes/quickstart.yaml,$(RECIPE)),,$(ASK_FEWER)))$(FEWER)
 ASK_FEWER = $(shell $(BIN)/python -c 'from drafttrain.targets.native import native_dtype as of; print("yes" * (of("cpu") != "bfloat16"))')
-FEWER_ARGS := data.prompts.0.count=64 data.prompts.1.count=440
+FEWER_ARGS := name=quick data.prompts.0.count=64 data.prompts.1.count=440
 FEWER_NOTE := This CPU has no bfloat16: fewer prompts are used, for a weaker draft in less than half an hour. FULL=1 takes all of them in an hour and more.
 
 GPU := $(shell nvidia-smi -L >/dev/null 2>&1 && echo yes)
@@ -47,7 +47,7 @@ LAUNCH := $(if $(GPU),$(ON_GPU),$(ON_CPU))
 quickstart: $(STAMP)
 	$(if $(FEWER),@echo '$(FEWER_NOTE)')
 	$(BIN)/accelerate launch $(LAUNCH) drafttrain/train.py $(RECIPE) $(if $(FEWER),$(FEWER_ARGS)) $(ARGS)
-	$(BIN)/drafttrain eval runs/$(shell sed -n 's/^name: *//p' $(RECIPE)) --suite $(SUITE) $(SUITE_ARGS)
+	$(BIN)/drafttrain eval runs/$(if $(FEWER),quick,$(shell sed -n 's/^name: *//p' $(RECIPE))) --suite $(SUITE) $(SUITE_ARGS)
 
 # What is compared number for number is compared on a CPU; a GPU has tests of its own. In this order the longest files,
 # those of tests/integration, come first.

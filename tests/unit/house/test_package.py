@@ -182,14 +182,17 @@ def test_the_quickstart_takes_fewer_prompts_where_the_cpu_has_no_bfloat16() -> N
     from drafttrain.targets.native import native_dtype
 
     slow = native_dtype("cpu") == "float32"
-    assert ("data.prompts.1.count=440" in quickstart()) == slow
-    assert ("limit=8" in quickstart()) == slow
+    commands = quickstart()
+    assert ("data.prompts.1.count=440" in commands) == ("limit=8" in commands) == slow
     # What is asked for on the command line is heard last.
-    assert "count=440 data.prompts.1.count=9" in quickstart("FEWER=yes", "ARGS=data.prompts.1.count=9")
+    fewer = quickstart("FEWER=yes", "ARGS=data.prompts.1.count=9")
+    assert "count=440 data.prompts.1.count=9" in fewer
+    # FULL=1 may follow: a folder that holds another run is refused.
+    assert "name=quick " in fewer and "eval runs/quick " in fewer
 
 
 @pytest.mark.parametrize("more", ["FULL=1", "RECIPE=recipes/smollm2/eagle3.yaml", "GPU=yes"])
 def test_whoever_asks_for_all_of_a_recipe_gets_it(more: str) -> None:
     commands = quickstart(more)
-    assert "data.prompts" not in commands
+    assert "data.prompts" not in commands and "runs/quick " not in commands
     assert "limit=16" in commands
