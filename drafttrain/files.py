@@ -170,15 +170,15 @@ def exclusive(path: str | Path, what: str) -> Iterator[None]:
         what: the holder does, for the error: "training into this folder".
 
     Raises:
-        UserError: another holds it, or nothing can be written there.
+        UserError: another holds it.
+        OSError: no file can be made there; it names the folder.
     """
     file = Path(path)
+    file.parent.mkdir(parents=True, exist_ok=True)
     try:
-        file.parent.mkdir(parents=True, exist_ok=True)
         opened = file.open("a", encoding="utf-8")
     except OSError as error:
-        remedy = "make it writable, or choose another folder"
-        raise UserError(f"cannot be written: {error.strerror}", where=file.parent, remedy=remedy) from None
+        raise OSError(error.errno, error.strerror, str(file.parent)) from None
     with opened as held:
         try:
             fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
