@@ -216,9 +216,7 @@ class Contenders:
             return torch.empty(0, device=given.device).device
         except (RuntimeError, AssertionError, NotImplementedError) as error:
             said = str(error).partition("\n")[0]
-            raise RecipeError(
-                f"{given}: no device {given.device!r} here: {said}", remedy="write cpu or cuda:0"
-            ) from None
+            raise RecipeError(f"no device {given.device!r} here: {said}", remedy="write cpu or cuda:0") from None
 
 
 def _built(tree: TreeConfig | None) -> TreeShape | DynamicTree | None:

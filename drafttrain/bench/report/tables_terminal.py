@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from rich import box
 from rich.console import RenderableType
+from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
@@ -23,27 +24,37 @@ def section_tables(result: EvalResult) -> Iterator[RenderableType]:
         if name in found.missing:
             yield Text(f"{title}: {found.missing[name]}", style="dim")
         for part in getattr(found, name):
-            yield _grid(title, part) if isinstance(part, Grid) else _listing(title, part, with_cost=name == "variant")
+            table = _grid(title, part) if isinstance(part, Grid) else _listing(title, part, with_cost=name == "variant")
+            yield apart(table)
     for model in cost_models(result):
-        yield _model(model)
+        yield apart(_model(model))
 
 
-def _new(title: str, caption: str = "") -> Table:
-    return Table(
+def table_of_drafts(title: str, caption: str) -> Table:
+    """A table whose rows are drafts, with the column of their names."""
+    table = Table(
         title=title,
         title_justify="left",
         title_style="bold",
-        caption=caption or None,
+        caption=caption,
         caption_justify="left",
         box=box.SIMPLE_HEAD,
         show_edge=False,
         padding=(0, 1, 0, 0),
     )
+    # A narrow terminal folds long names, and hides no figure.
+    table.add_column("draft", overflow="fold", min_width=10)
+    return table
+
+
+def apart(table: Table) -> Padding:
+    """A table with an empty line behind it."""
+    return Padding(table, (0, 0, 1, 0))
 
 
 def _grid(title: str, grid: Grid) -> Table:
-    table = _new(f"{title} · {grid.held}", f"columns: {grid.along}; n: answers; ranges: 95 % intervals over prompts")
-    table.add_column("draft", overflow="fold", min_width=10)
+    caption = f"columns: {grid.along}; n: answers; ranges: 95 % intervals over prompts"
+    table = table_of_drafts(f"{title} · {grid.held}", caption)
     for column, answers in zip(grid.columns, grid.answers, strict=True):
         table.add_column(f"{column}\nn={answers}", no_wrap=True)
     for series in grid.series:
@@ -58,8 +69,9 @@ def _cell(cell: Cell | None) -> str:
 
 def _listing(title: str, listing: Listing, *, with_cost: bool) -> Table:
     caption = "memory: weights + caches that the draft adds"
-    table = _new(f"{title} · {listing.held}", f"{caption}; training: the draft's alone" if with_cost else caption)
-    table.add_column("draft", overflow="fold", min_width=10)
+    if with_cost:
+        caption += "; training: the draft's alone"
+    table = table_of_drafts(f"{title} · {listing.held}", caption)
     table.add_column("fastest" if not with_cost else "variant", overflow="fold", min_width=6)
     for name in ("tau", "accepted", "speed-up"):
         table.add_column(name, no_wrap=True)
@@ -81,12 +93,11 @@ def _variant(row: VariantRow) -> Iterator[str]:
 
 
 def _model(model: CostModel) -> Table:
-    table = _new(
+    table = table_of_drafts(
         f"Predicted and measured · T={model.temperature:g}",
         f"predicted: from round times fitted over all settings, off by {text.percent(model.error)} in the median. "
         "of max: of what an engine without overhead would reach. host: share of decoding time.",
     )
-    table.add_column("draft", overflow="fold", min_width=10)
     for name in ("K", "batch", "predicted", "measured", "ratio", "of max", "host"):
         table.add_column(name, no_wrap=True)
     for p in model.predictions:

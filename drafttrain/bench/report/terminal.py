@@ -4,51 +4,37 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from rich import box
 from rich.console import Group, RenderableType
-from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
 from drafttrain.bench.bootstrap import Interval
 from drafttrain.bench.report import text
-from drafttrain.bench.report.tables_terminal import section_tables
+from drafttrain.bench.report.tables_terminal import apart, section_tables, table_of_drafts
 from drafttrain.bench.result import BASELINE, DraftResult, EvalResult, Setting
 
-_COLUMNS = ("draft", "tau", "accepted", "alpha by depth", "tokens/s", "speed-up", "of max", "exact")
+_COLUMNS = ("tau", "accepted", "alpha by depth", "tokens/s", "speed-up", "of max", "exact")
 
 
 def result_table(result: EvalResult) -> RenderableType:
     """One table a setting, the tables over settings, and the notes."""
-    parts: list[RenderableType] = [_apart(_table(result, setting)) for setting in result.settings]
-    parts += [_apart(part) if isinstance(part, Table) else part for part in section_tables(result)]
+    parts: list[RenderableType] = [apart(_table(result, setting)) for setting in result.settings]
+    parts += section_tables(result)
     parts += [Text(f"note: {note}", style="yellow") for note in result.notes]
     return Group(*parts)
-
-
-def _apart(table: Table) -> Padding:
-    return Padding(table, (0, 0, 1, 0))
 
 
 def _table(result: EvalResult, setting: Setting) -> Table:
     entries = result.of(setting)
     asked = next((entry.requests for entry in entries), 0)
-    table = Table(
-        title=f"{result.suite['name']} · {result.target} · {setting} · {asked} prompts",
-        title_justify="left",
-        title_style="bold",
-        caption="tau: tokens a round. alpha: acceptance by depth. speed-up: decode tokens/s over no draft. "
+    table = table_of_drafts(
+        f"{result.suite['name']} · {result.target} · {setting} · {asked} prompts",
+        "tau: tokens a round. alpha: acceptance by depth. speed-up: decode tokens/s over no draft. "
         "of max: of what an engine without overhead would reach. Ranges: 95 % intervals over prompts.",
-        caption_justify="left",
-        box=box.SIMPLE_HEAD,
-        show_edge=False,
-        padding=(0, 1, 0, 0),
     )
     for name in _COLUMNS:
-        # A narrow terminal folds long names and the list of depths, and hides no figure.
-        if name == "draft":
-            table.add_column(name, overflow="fold", min_width=10)
-        elif name == "alpha by depth":
+        # A narrow terminal folds the list of depths.
+        if name == "alpha by depth":
             table.add_column("alpha\nby depth", min_width=9)
         else:
             table.add_column(name, no_wrap=True)
