@@ -29,7 +29,7 @@ from drafttrain.cli import (
     regenerate,
     train,
 )
-from drafttrain.cli.once import shown_by_another_rank
+from drafttrain.cli.once import shown_by_another_rank, tell_launcher
 from drafttrain.cli.output import UNREAD, flushed, is_unread
 from drafttrain.cli.parser import CommandParser
 from drafttrain.errors import AlreadyReported, UserError
@@ -131,6 +131,7 @@ def _remedy(error: OSError) -> str:
 
 
 def _print_error(error: UserError) -> None:
+    tell_launcher(str(error))
     if shown_by_another_rank(str(error)):
         return
     from rich.console import Console

@@ -32,6 +32,19 @@ def shown_by_another_rank(message: str) -> bool:
     return False
 
 
+def tell_launcher(message: str) -> None:
+    """Have torchrun, and accelerate through it, name this error as the cause when it ends the launch.
+
+    It reads `{"message": {"message", "extraInfo": {"timestamp"}}}` from the file that it names to each process, and
+    takes the earliest of those of its host.
+    """
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path:
+        with suppress(OSError):
+            cause = {"message": message, "extraInfo": {"timestamp": int(time.time())}}
+            Path(path).write_text(json.dumps({"message": cause}), encoding="utf-8")
+
+
 def _noted(path: Path, key: str) -> bool:
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a+", encoding="utf-8") as file:

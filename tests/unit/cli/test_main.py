@@ -54,6 +54,25 @@ def test_a_users_error_is_printed_without_a_traceback(
     assert captured.err == "error: recipes/x.yaml: two [red]problems[/red]\n  mend [them]\n"
 
 
+def test_a_launcher_ends_with_the_users_error_and_not_with_a_hint_about_tracebacks(
+    run: Callable[[Callable[[], int | None]], int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+
+    def fails() -> None:
+        raise RecipeError("two problems", where="recipes/x.yaml", remedy="mend them")
+
+    def ends_with() -> str:
+        return str(ChildFailedError("train.py", {0: ProcessFailure(0, os.getpid(), 2, str(tmp_path / "error.json"))}))
+
+    assert "recipes/x.yaml" not in ends_with()
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    assert run(fails) == 2
+    assert "recipes/x.yaml: two problems\n    mend them" in ends_with() and "To enable traceback" not in ends_with()
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "gone/error.json"))
+    assert run(fails) == 2
+
+
 def said(tmp_path: Path, ranks: int, port: int, **options: Any) -> str:
     """What ranks that all fail say together; before torch is imported, so before they could join."""
     environment = {"DRAFTTRAIN_CACHE": str(tmp_path / "cache"), "MASTER_PORT": str(port), "PYTHONPATH": str(ROOT)}
