@@ -34,6 +34,11 @@ ASK_FEWER = $(shell $(BIN)/python -c 'from drafttrain.targets.native import nati
 FEWER_ARGS := name=quick data.prompts.0.count=64 data.prompts.1.count=440
 FEWER_NOTE := This CPU has no bfloat16: fewer prompts are used, for a weaker draft in less than half an hour. FULL=1 takes all of them in an hour and more.
 
+# The last value that ARGS gives a key, and the folder that the run has by it.
+asked = $(lastword $(patsubst $(1)=%,%,$(filter $(1)=%,$(ARGS))))
+NAME = $(or $(call asked,name),$(if $(FEWER),quick,$(shell sed -n 's/^name: *//p' $(RECIPE))))
+RUN = $(or $(call asked,output_dir),runs/$(NAME))
+
 GPU := $(shell nvidia-smi -L >/dev/null 2>&1 && echo yes)
 # A GPU machine keeps the torch it has.
 KEEP_TORCH := $(if $(GPU),$(shell $(PYTHON) -c 'import torch' 2>/dev/null && echo --system-site-packages))
@@ -47,7 +52,7 @@ LAUNCH := $(if $(GPU),$(ON_GPU),$(ON_CPU))
 quickstart: $(STAMP)
 	$(if $(FEWER),@echo '$(FEWER_NOTE)')
 	$(BIN)/accelerate launch $(LAUNCH) drafttrain/train.py $(RECIPE) $(if $(FEWER),$(FEWER_ARGS)) $(ARGS)
-	$(BIN)/drafttrain eval runs/$(if $(FEWER),quick,$(shell sed -n 's/^name: *//p' $(RECIPE))) --suite $(SUITE) $(SUITE_ARGS)
+	$(BIN)/drafttrain eval $(RUN) --suite $(SUITE) $(SUITE_ARGS)
 
 # What is compared number for number is compared on a CPU; a GPU has tests of its own. In this order the longest files,
 # those of tests/integration, come first.

@@ -196,3 +196,9 @@ def test_whoever_asks_for_all_of_a_recipe_gets_it(more: str) -> None:
     commands = quickstart(more)
     assert "data.prompts" not in commands and "runs/quick " not in commands
     assert "limit=16" in commands
+
+
+def test_the_quickstart_measures_the_run_that_its_arguments_name() -> None:
+    assert "eval runs/quickstart " in quickstart("FULL=1")
+    assert "eval runs/mine " in quickstart("FEWER=yes", "ARGS=name=other seed=3 name=mine")
+    assert "eval /data/mine " in quickstart("ARGS=output_dir=/data/mine name=mine")
