@@ -65,8 +65,9 @@ class TrainingConfig(Config):
             read in runs; None shuffles freely.
         packing: put several samples in one row, each attending to itself alone.
         num_threads: CPU threads of torch, None for its own choice.
-        patience_s: seconds without progress after which a run of several ranks is ended with the name of the rank
-            that hangs; a measurement or a checkpoint must not take longer. None waits for ever.
+        patience_s: seconds without progress in training after which a run of several ranks is ended with the name of
+            the rank that hangs; a measurement or a checkpoint must not take longer, data and features may. None waits
+            for ever.
         guard: what becomes of steps with a NaN, or with a loss far above the last ones.
     """
 

@@ -1,6 +1,6 @@
 """Signs of life: a small file for each rank, and the verdict on a rank that died, failed or hangs.
 
-    heartbeat/rank-00003.json    {"rank", "host", "pid", "step", "stage", "beats", "time", "idle_s", "ended", "failed"}
+    heartbeat/rank-00003.json    {"rank", "host", "machine", "pid", "step", "stage", "beats", "time", "idle_s", "ended", "failed"}
 
 Ranks wait for each other in collectives, so one that is gone or stuck holds up all. A thread, which a blocked
 collective does not stop, looks at the others' files when nothing moves: the rank that is furthest behind is the one
@@ -8,6 +8,8 @@ that failed. It says so itself if it still can, else the lowest rank that lives 
 
 Hosts have clocks of their own, which are set while runs run. So nothing is judged by the time of day: a rank counts how
 long it has not moved, and another one for how long it has seen no newer file of it.
+
+Before ranks train, one may answer prompts for days while the others wait: until then the dead alone are looked for.
 """
 
 from __future__ import annotations
@@ -26,6 +28,8 @@ from types import TracebackType
 from drafttrain.files import write_json
 
 FOLDER = "heartbeat"
+PREPARING = "preparing"
+"""Stage of a rank that does not train yet."""
 _BEAT_S = 10.0
 _SUSPICION_S = 30.0
 """Nothing moved for so long: look whether all the others live."""
@@ -43,6 +47,8 @@ class Life:
 
     Attributes:
         launch: common to all ranks of one launch.
+        host, machine: its name for people, and what tells whether `pid` means anything here: containers on several
+            hosts may share a name.
         step: optimiser steps done.
         stage: what it is doing, in words; `order` grows from stage to stage within a step.
         beats: how many files it has written, this one included; time: of this one, for people.
@@ -54,10 +60,11 @@ class Life:
     launch: str
     rank: int
     host: str
+    machine: str
     pid: int
     step: int = 0
     order: int = 0
-    stage: str = "preparing"
+    stage: str = PREPARING
     beats: int = 0
     time: float = 0.0
     idle_s: float = 0.0
@@ -77,7 +84,7 @@ class Heartbeat:
         folder: of the run.
         launch: common to all ranks of this launch.
         rank, count: this process.
-        patience_s: without progress for so long, the run is ended; None waits for ever.
+        patience_s: in training without progress for so long, the run is ended; None waits for ever.
         tell: shows a message; called from a thread.
         end: ends this process; replaced in tests.
     """
@@ -94,7 +101,7 @@ class Heartbeat:
         end: Callable[[int], None] = os._exit,
     ) -> None:
         self.folder, self.count = folder / FOLDER, count
-        self.life = Life(launch, rank, socket.gethostname(), os.getpid())
+        self.life = Life(launch, rank, socket.gethostname(), _machine(), os.getpid())
         self._moved = time.monotonic()
         self._seen: dict[int, tuple[int, float]] = {}  # rank -> beats of its newest file, and when it was found here
         self._patience, self._tell, self._end = patience_s, tell, end
@@ -155,7 +162,7 @@ class Heartbeat:
             self._stopped.wait(0.5)
 
     def _judge(self) -> None:
-        """End this process if some rank is dead, has failed, or hangs beyond patience."""
+        """End this process if some rank is dead, has failed, or hangs in training beyond patience."""
         lives = self.lives()
         if any(life.failed for life in lives):
             self._end(FAILED)  # it has said why
@@ -167,6 +174,8 @@ class Heartbeat:
         if self._patience is None or time.monotonic() - self._moved < self._patience:
             return
         moved = [life for life in lives if not life.ended]
+        if any(life.stage == PREPARING for life in moved):
+            return
         last = min((life.step, life.order) for life in moved)
         behind = [life for life in moved if (life.step, life.order) == last]
         seconds = behind[0].idle_s + self._silence(behind[0])
@@ -188,10 +197,10 @@ class Heartbeat:
         self._end(FAILED)
 
     def is_dead(self, life: Life) -> bool:
-        """Whether a rank's process is gone: known at once on this host, elsewhere by its silence."""
+        """Whether a rank's process is gone: known at once on this machine, elsewhere by its silence."""
         if life.ended or life.failed:
             return False
-        if life.host == self.life.host:
+        if life.machine == self.life.machine:
             return not _runs(life.pid)
         return self._silence(life) > _SILENCE_S
 
@@ -214,8 +223,17 @@ class Heartbeat:
         return found
 
 
+def _machine() -> str:
+    """Where process numbers mean the same: one boot of a kernel, and one space of processes in it."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
+        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return socket.gethostname()
+
+
 def _runs(pid: int) -> bool:
-    """Whether a process of this host lives; one that nobody has buried yet does not."""
+    """Whether a process of this machine lives; one that nobody has buried yet does not."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0]
     except (FileNotFoundError, ProcessLookupError):

@@ -172,6 +172,7 @@ def _fit(run: _Run, parts: RunParts, source: FeatureSource) -> TrainResult:
     step, measured = trainer.state.step, trainer.state.best_step is not None
     ranks.together(lambda: check_changes(folder, changed, step, trainer.total_steps, measured))
     provenance = {**collect_provenance(parts.target.identity.to_dict(), parts.data), "sharding": run.launch.name}
+    run.life.at(step, 0, "starting to train")
     listeners = _open_folder(run, trainer, changed, provenance) if ranks.main else []
     drafts = _Drafts(run, parts, trainer, provenance)
     with _named_by_rank(run.life):
