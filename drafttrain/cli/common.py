@@ -59,11 +59,11 @@ def recipe_of(arguments: argparse.Namespace, native: Native | None = None) -> Re
     """
     from drafttrain.errors import RecipeError
     from drafttrain.recipe.load import load_recipe
-    from drafttrain.recipe.schema import RESOLVED
+    from drafttrain.recipe.schema import CHECKPOINTS, RESOLVED
 
     recipe = load_recipe(arguments.recipe, arguments.overrides, native)
     given, own = Path(arguments.recipe).expanduser(), Path(recipe.run_folder)
-    trained_here = (given / RESOLVED).is_file() and (given / "checkpoints").is_dir()
+    trained_here = (given / RESOLVED).is_file() and (given / CHECKPOINTS).is_dir()
     elsewhere = any(word.partition("=")[0].strip() in ("name", "output_dir") for word in arguments.overrides)
     if trained_here and not elsewhere and own.resolve() != given.resolve():
         raise RecipeError(

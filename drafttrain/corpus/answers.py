@@ -6,7 +6,7 @@ import fcntl
 import json
 import os
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, Protocol
@@ -55,10 +55,17 @@ class Failure:
 
 
 class AnswerSource(Protocol):
-    """Who answers. `identity` names all that decides the answers; a file is resumed by the same one only."""
+    """Who answers. A file is resumed by the same one only."""
 
     @property
-    def identity(self) -> dict[str, Any]: ...
+    def identity(self) -> dict[str, Any]:
+        """All that decides the answers, JSON values; a server may be asked for its model."""
+        ...
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What of it is known here, without asking anybody."""
+        ...
 
     def answer(self, questions: Sequence[Question]) -> Iterator[tuple[int, Answer | Failure]]:
         """Yield (index, outcome) once for each question, as they finish, in any order."""
@@ -89,6 +96,11 @@ class TargetAnswers:
         """Sampling, template and tokenizer."""
         sampling = self.config.model_dump(include={"source", "max_new_tokens", "temperature", "top_p", "top_k", "seed"})
         return {**sampling, "template": self.chat.template_hash, "tokenizer": self.chat.tokenizer_hash}
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """All of the identity."""
+        return self.identity
 
     def answer(self, questions: Sequence[Question]) -> Iterator[tuple[int, Answer | Failure]]:
         """Render, generate, decode."""
@@ -182,7 +194,8 @@ def regenerate(
     """Answer `prompts` turn by turn and append each finished conversation to `out_path` at once.
 
     A file that a killed run left is continued: a torn last line is dropped, what stands is kept, and only the
-    other prompts are answered. Beside the file, `<name>.meta.json` holds the identity of the source.
+    other prompts are answered. A complete one is left alone, and may be written to by nobody or read by many. Beside
+    the file, `<name>.meta.json` holds the identity of the source.
 
     Args:
         resume: False starts the file over.
@@ -190,31 +203,23 @@ def regenerate(
         keep: given each conversation that was written, and the states of its last answer, where the source has them.
 
     Raises:
-        DataError: no prompts, an id that occurs twice, a file of another source, or one being written to.
+        DataError: see `unanswered`; or a file that is being written to.
     """
     path = Path(out_path)
-    ids = [prompt.id for prompt in prompts]
-    if not ids:
-        raise DataError("there are no prompts to answer", where=path)
-    if len(set(ids)) != len(ids):
-        twice = next(name for position, name in enumerate(ids) if name in ids[:position])
-        raise DataError(f"prompt id {twice!r} occurs twice", where=path, remedy="give each prompt its own id")
+    if resume and not unanswered(prompts, source, path):
+        return Regenerated(path, resumed=len(prompts))
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a+b") as file:
         _lock(file, path)
-        _check_identity(path, source.identity, empty=file.tell() == 0, resume=resume)
+        identity = source.identity
         if not resume:
             file.truncate(0)
-        done = _mend(file, path)
-        foreign = done - set(ids)
-        if foreign:
-            raise DataError(
-                f"holds {len(foreign)} conversations that no prompt asks for, such as {min(foreign)!r}",
-                where=path,
-                remedy="write to another file, or start over without resuming",
-            )
-        report = Regenerated(path, resumed=len(done))
-        todo = [index for index, name in enumerate(ids) if name not in done]
+        elif path.stat().st_size:
+            _require_same(path, identity)
+        write_json(_meta(path), identity)
+        _mend(file, path)
+        todo = unanswered(prompts, source, path)
+        report = Regenerated(path, resumed=len(prompts) - len(todo))
         for start in range(0, len(todo), _AT_ONCE):
             waiting = [_Open.of(prompts[index]) for index in todo[start : start + _AT_ONCE]]
             for conversation, outcome in _finished(waiting, source):
@@ -227,8 +232,35 @@ def regenerate(
                     if keep is not None and outcome.states is not None:
                         keep(closed, outcome.states)
                 if progress is not None:
-                    progress(report.resumed + report.written + len(report.rejects), len(ids))
+                    progress(report.resumed + report.written + len(report.rejects), len(prompts))
     return report
+
+
+def unanswered(prompts: Sequence[Prompt], source: AnswerSource, path: Path) -> list[int]:
+    """Which prompts a file of answers lacks. Nothing is written, nobody is asked.
+
+    Raises:
+        DataError: no prompts, an id that occurs twice, or a file of another source or of other prompts.
+    """
+    ids = [prompt.id for prompt in prompts]
+    if not ids:
+        raise DataError("there are no prompts to answer", where=path)
+    if len(set(ids)) != len(ids):
+        twice = next(name for position, name in enumerate(ids) if name in ids[:position])
+        raise DataError(f"prompt id {twice!r} occurs twice", where=path, remedy="give each prompt its own id")
+    if not path.exists() or not path.stat().st_size:
+        return list(range(len(ids)))
+    _require_same(path, source.settings)
+    with path.open("rb") as file:
+        done = _scan(file, path).ids
+    foreign = done - set(ids)
+    if foreign:
+        raise DataError(
+            f"holds {len(foreign)} conversations that no prompt asks for, such as {min(foreign)!r}",
+            where=path,
+            remedy="write to another file, or start over without resuming",
+        )
+    return [index for index, name in enumerate(ids) if name not in done]
 
 
 def _finished(waiting: list[_Open], source: AnswerSource) -> Iterator[tuple[_Open, Answer | Failure | None]]:
@@ -288,41 +320,56 @@ def _lock(file: IO[bytes], path: Path) -> None:
         raise DataError("another run is writing to this file", where=path, remedy="wait for it or stop it") from None
 
 
-def _check_identity(path: Path, identity: dict[str, Any], *, empty: bool, resume: bool) -> None:
-    meta = path.with_name(path.name + ".meta.json")
-    if resume and not empty:
-        if not meta.exists():
-            raise DataError("exists, but was not written by regenerate", where=path, remedy="write to another file")
-        written = read_json(meta)
-        differing = sorted(key for key in {*written, *identity} if written.get(key) != identity.get(key))
-        if differing:
-            changes = ", ".join(f"{key}: {written.get(key)!r} -> {identity.get(key)!r}" for key in differing)
-            raise DataError(
-                f"was written with other settings ({changes})",
-                where=path,
-                remedy="write to another file, or start over without resuming",
-            )
-    write_json(meta, identity)
+def _meta(path: Path) -> Path:
+    return path.with_name(path.name + ".meta.json")
 
 
-def _mend(file: IO[bytes], path: Path) -> set[str]:
-    """Ids of the conversations that stand; what a kill left of a last line is cut off."""
+def _require_same(path: Path, known: Mapping[str, Any]) -> None:
+    """Refuse a file that was written with other settings than those given."""
+    if not _meta(path).exists():
+        raise DataError("exists, but was not written by regenerate", where=path, remedy="write to another file")
+    written = read_json(_meta(path))
+    differing = sorted(key for key, value in known.items() if written.get(key) != value)
+    if differing:
+        changes = ", ".join(f"{key}: {written.get(key)!r} -> {known[key]!r}" for key in differing)
+        raise DataError(
+            f"was written with other settings ({changes})",
+            where=path,
+            remedy="write to another file, or start over without resuming",
+        )
+
+
+@dataclass(frozen=True)
+class _Standing:
+    """What stands in a file: ids of its conversations, bytes of its whole lines, whether the last has its line end."""
+
+    ids: set[str]
+    size: int
+    ended: bool
+
+
+def _scan(file: IO[bytes], path: Path) -> _Standing:
+    """Read a file from its start; what a kill left of a last line does not count."""
+    ids: set[str] = set()
+    size, ended = 0, True
     file.seek(0)
-    done: set[str] = set()
-    whole = 0
     for number, line in enumerate(file, 1):
         try:
-            done.add(Conversation.from_json(json.loads(line)).id)
+            ids.add(Conversation.from_json(json.loads(line)).id)
         except (ValueError, KeyError, TypeError) as error:
             if not line.endswith(b"\n"):
                 break
             raise DataError(
                 f"line {number} is damaged: {error!r}", where=path, remedy="remove that line and run again"
             ) from None
-        whole += len(line)
-        if not line.endswith(b"\n"):
-            file.write(b"\n")
-            whole += 1
-    file.truncate(whole)
-    file.seek(0, 2)
-    return done
+        size, ended = size + len(line), line.endswith(b"\n")
+    return _Standing(ids, size, ended)
+
+
+def _mend(file: IO[bytes], path: Path) -> None:
+    """Cut off what a kill left of a last line, and end the one before it."""
+    standing = _scan(file, path)
+    file.truncate(standing.size)
+    if not standing.ended:
+        file.write(b"\n")
+        file.flush()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import random
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -187,10 +188,16 @@ def split_held_out(
     """(training, held out), both in the order of their ids: a seeded choice that does not depend on the file's order.
 
     Raises:
-        DataError: nothing would be left to train on.
+        DataError: nothing would be left to train on, or two conversations have one id.
     """
     require_rest(len(conversations), held_out)
     names = [conversation.id for conversation in conversations]
+    if len(set(names)) < len(names):
+        # Features are found by it: one would be given those of the other.
+        twice, count = Counter(names).most_common(1)[0]
+        raise DataError(
+            f"{count} conversations have the id {twice!r}", where="data", remedy="give each conversation its own id"
+        )
     order = sorted(range(len(names)), key=names.__getitem__)
     chosen = set(random.Random(seed).sample(order, held_out))
     training = pick(conversations, (index for index in order if index not in chosen))

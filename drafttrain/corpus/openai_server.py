@@ -51,12 +51,14 @@ class ServerAnswers:
     @property
     def identity(self) -> dict[str, Any]:
         """Model and sampling; not the address: a run can go on with another server of the same model."""
+        return {**self.settings, "model": self.model}
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Sampling, and the model if it was named."""
         keys = {"source", "max_new_tokens", "temperature", "top_p", "top_k", "repetition_penalty", "seed"}
-        return {
-            **self.config.model_dump(include=keys),
-            "model": self.model,
-            "template_kwargs": self.template_kwargs,
-        }
+        named = {} if self._model is None else {"model": self._model}
+        return {**self.config.model_dump(include=keys), "template_kwargs": self.template_kwargs, **named}
 
     @property
     def model(self) -> str:

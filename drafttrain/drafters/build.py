@@ -47,13 +47,18 @@ def init_from_target(drafter: Drafter, target: CausalLM) -> None:
     drafter.bind(target.embedding_weight, target.head())
 
 
-def check_start(config: DrafterConfig, target: CausalLM) -> None:
+def check_start(config: DrafterConfig, target: CausalLM) -> Drafter:
     """Refuse now what building the draft and `init_from_target` would refuse, before data is made for it.
+
+    Returns:
+        the draft without weights.
 
     Raises:
         ValueError: sizes, taps or blocks that do not fit the target.
     """
-    build_drafter(config, target.config, device="meta").check_start(target)
+    drafter = build_drafter(config, target.config, device="meta")
+    drafter.check_start(target)
+    return drafter
 
 
 def blocks_read(config: DrafterConfig, n_layers: int) -> tuple[int, ...]:

@@ -299,9 +299,11 @@ def _map_of(tensors: Mapping[str, Tensor], meta: DraftMeta, where: str | Path) -
 
 
 def _fill(drafter: Drafter, tensors: dict[str, Tensor], where: str | Path) -> None:
+    """Check the tensors, and load them where the draft is not on the meta device."""
     check_state(drafter, tensors, where)
-    # Tied weights have a second name that is not stored, hence not strict; `check_state` was.
-    drafter.load_state_dict(drafter.loaded_names(tensors), strict=False)
+    if not next(drafter.parameters()).is_meta:
+        # Tied weights have a second name that is not stored, hence not strict; `check_state` was.
+        drafter.load_state_dict(drafter.loaded_names(tensors), strict=False)
 
 
 def warm_start(
@@ -314,6 +316,7 @@ def warm_start(
 
     Args:
         config: of the same family; says how it is trained on, and must not contradict what it was trained as.
+        device: "meta" checks all and keeps no weights.
 
     Raises:
         CheckpointError: no saved draft, another family, or keys of the config that say otherwise, by name.

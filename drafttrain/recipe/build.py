@@ -25,14 +25,14 @@ from drafttrain.corpus.dataset import (
     token_counts,
 )
 from drafttrain.corpus.samples import lengths_of
-from drafttrain.corpus.types import Conversation, Reject, Sample
+from drafttrain.corpus.types import Conversation, Message, Reject, Sample
 from drafttrain.drafters.base import Drafter
 from drafttrain.drafters.build import blocks_read, build_drafter, check_start, init_from_target, new_vocab_map
 from drafttrain.drafters.eagle.eagle3 import Eagle3Drafter
 from drafttrain.drafters.eagle.widen import widen_vocab
 from drafttrain.drafters.lora import add_lora
 from drafttrain.drafters.saving import check_target, frozen_weights, warm_start
-from drafttrain.errors import RecipeError, StoreError, TargetError, UserError
+from drafttrain.errors import DataError, RecipeError, StoreError, TargetError
 from drafttrain.features.building import build_store, holds, identity_of, open_store, spot_check
 from drafttrain.features.hybrid import HybridFeatures
 from drafttrain.features.lock import WHOLE, Part
@@ -117,19 +117,22 @@ def build_run(
     report: Reporter,
     load: Callable[[TargetConfig], TargetModel] = load_target,
     data_first: Callable[[Callable[[], Data]], Data] = lambda work: work(),
+    *,
+    settled: bool = False,
 ) -> RunParts:
     """Run all stages before features: target, prompts, answers, samples, draft.
 
     Args:
         load: gives the target.
         data_first: runs the stage of the data; several processes let one write it before the others read it.
+        settled: the data is what is there, see `prepare_conversations`: another process made it, or it was trained on.
 
     Raises:
         UserError: whatever a stage cannot use; what stages before left stays.
     """
     target = prepare_target(recipe, report, load)
     chat = _prepare_chat(recipe, target)
-    corpus, held_out = data_first(lambda: prepare_corpus(recipe, target, chat, report))
+    corpus, held_out = data_first(lambda: prepare_corpus(recipe, target, chat, report, settled=settled))
     drafter, coverage = prepare_drafter(recipe, target, chat, corpus.samples)
     trainable = sum(p.numel() for p in drafter.parameters() if p.requires_grad)
     unseen = _held_out_coverage(drafter, chat, held_out, recipe.data.within(target.context).max_length)
@@ -144,7 +147,7 @@ def build_run(
         objective=Objective(recipe.loss),
         features=store_identity(recipe, target, chat, drafter),
         corpus=corpus,
-        held_out=[chat.prompt_ids(*_first_prompt(item)) for item in held_out[: recipe.evaluation.prompts]],
+        held_out=_measured_prompts(recipe, target, chat, held_out, report),
         stop_ids=chat.stop_ids,
         coverage=coverage,
         held_out_coverage=unseen,
@@ -175,13 +178,26 @@ def _prepare_chat(recipe: Recipe, target: TargetModel) -> ChatRenderer:
 def _check_start(recipe: Recipe, target: TargetModel) -> None:
     """Answers take hours: a draft that cannot start from this target is refused before them."""
     config = recipe.drafter
-    if config.warm_start:
-        return
     try:
-        with target.blocks_at_hand(blocks_read(config, target.n_layers)):
-            check_start(config, target)
+        if config.warm_start:
+            drafter = _warm_start(recipe, target, "meta")
+        else:
+            with target.blocks_at_hand(blocks_read(config, target.n_layers)):
+                drafter = check_start(config, target)
+        if config.lora is not None:
+            add_lora(drafter, config.lora)
     except ValueError as error:
         raise RecipeError(str(error), where="drafter") from None
+
+
+def _warm_start(recipe: Recipe, target: TargetModel, device: torch.device | str) -> Drafter:
+    """The draft that the recipe goes on from, on the meta device without its weights."""
+    start = recipe.drafter.warm_start
+    assert start is not None
+    drafter, meta = warm_start(recipe.drafter, start, device)
+    # Other weights are what a draft is trained further for: a fine-tune of its target.
+    check_target(meta, target.identity.to_dict(), where=start, other_weights=True)
+    return drafter
 
 
 def _check_template(chat: ChatRenderer, target: TargetModel) -> None:
@@ -221,15 +237,21 @@ def prepare_store(recipe: Recipe, report: Reporter) -> StoreParts:
     return StoreParts(target, identity, corpus.samples)
 
 
-def prepare_corpus(recipe: Recipe, target: TargetModel, chat: ChatRenderer, report: Reporter) -> Data:
-    """Training samples, and the conversations held out of them."""
+def prepare_corpus(
+    recipe: Recipe, target: TargetModel, chat: ChatRenderer, report: Reporter, *, settled: bool = False
+) -> Data:
+    """Training samples, and the conversations held out of them.
+
+    Args:
+        settled: see `prepare_conversations`.
+    """
     data = recipe.data
 
     def writer() -> InProcess:
         return InProcess.of(target, data.answers.batch_size)
 
     with _state_keeper(recipe, target, chat) as keeper:
-        conversations = prepare_conversations(recipe, chat, writer, report.progress, keeper)
+        conversations = prepare_conversations(recipe, chat, writer, report.progress, keeper, settled=settled)
     if keeper is not None and keeper.kept:
         report.say(f"features: those of {keeper.kept} samples were recorded while the target answered")
     for line in what_was_left_out(recipe):
@@ -292,12 +314,9 @@ def prepare_drafter(
     """
     torch.manual_seed(recipe.training_seed)
     counts = token_counts(samples, target.vocab_size)
-    start = recipe.drafter.warm_start
     try:
-        if start:
-            drafter, meta = warm_start(recipe.drafter, start, target.device)
-            # Other weights are what a draft is trained further for: a fine-tune of its target.
-            check_target(meta, target.identity.to_dict(), where=start, other_weights=True)
+        if recipe.drafter.warm_start:
+            drafter = _warm_start(recipe, target, target.device)
             if isinstance(drafter, Eagle3Drafter) and drafter.config.widen_vocab:
                 known = drafter.vocab_map.to("cpu").target_ids.tolist()
                 wider = _fresh_map(recipe, target, chat, samples, counts, known)
@@ -452,9 +471,55 @@ def store_identity(recipe: Recipe, target: TargetModel, chat: ChatRenderer, draf
     )
 
 
-def _first_prompt(conversation: Conversation) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """The messages before the first answer, and the tools."""
+def _measured_prompts(
+    recipe: Recipe,
+    target: TargetModel,
+    chat: ChatRenderer,
+    held_out: Sequence[Conversation],
+    report: Reporter,
+) -> list[list[int]]:
+    """Token ids of the prompts that acceptance is measured on: the first ones held out that the engine can be asked.
+
+    Raises:
+        DataError: there is none.
+    """
+    wanted, answer = recipe.evaluation.prompts, recipe.evaluation.max_new_tokens
+    longest = recipe.data.within(target.context).max_length
+    room = longest if target.context is None else min(longest, target.context - answer)
+    found: list[list[int]] = []
+    refused: list[str] = []
+    for conversation in held_out if wanted else ():
+        try:
+            ids = chat.prompt_ids(_opening(conversation), conversation.tools)
+            if len(ids) > room:
+                raise DataError(f"the prompt has {len(ids)} tokens, and there is room for {room}")
+            found.append(ids)
+        except DataError as error:
+            refused.append(f"{error.what} (conversation {conversation.id})")
+        if len(found) == wanted:
+            break
+    if refused and not found:
+        raise DataError(
+            f"acceptance can be measured on none of the {len(refused)} conversations held out; the first: {refused[0]}",
+            where="evaluation.prompts",
+            remedy="lower evaluation.max_new_tokens where the context is short, or set evaluation.prompts to 0",
+        )
+    if refused:
+        report.say(
+            f"data: acceptance is measured on {len(found)} prompts; {len(refused)} of those held out are passed over, "
+            f"the first: {refused[0]}"
+        )
+    return found
+
+
+def _opening(conversation: Conversation) -> list[Message]:
+    """The messages before the first answer.
+
+    Raises:
+        DataError: nothing was asked, or nothing answered.
+    """
     roles = [message.get("role") for message in conversation.messages]
-    if "assistant" not in roles:
-        raise UserError("a held-out conversation has no answer", where=f"conversation {conversation.id}")
-    return conversation.messages[: roles.index("assistant")], conversation.tools
+    asked = next((index for index, role in enumerate(roles) if role in ("user", "tool")), len(roles))
+    if "assistant" not in roles[asked:]:
+        raise DataError("no turn of the user has an answer")
+    return conversation.messages[: roles.index("assistant", asked)]

@@ -18,6 +18,7 @@ from drafttrain.corpus.answers import (
     TargetAnswers,
     read_answers,
     regenerate,
+    unanswered,
 )
 from drafttrain.corpus.chat import ChatRenderer
 from drafttrain.corpus.config import PromptSource
@@ -174,27 +175,41 @@ def prepare_conversations(
     target: Callable[[], InProcess],
     progress: Progress | None = None,
     keeper: StateKeeper | None = None,
+    *,
+    settled: bool = False,
 ) -> Sequence[Conversation]:
     """All conversations of a recipe: read where they are given, answered where they are not yet.
 
     Args:
         target: called only if it has to write prompts or answers.
         keeper: of the target's states while it answers.
+        settled: the data is what is there: a prompt that got no answer is not asked again, and nothing is written.
 
     Raises:
         DataError: nothing usable; see `prepare_prompts` and `regenerate`.
     """
-    if recipe.data.path is None and recipe.data.answers.source != "given":
-        # Before hours of answers, not behind them.
-        prompts = prepare_prompts(recipe, chat, target, progress)
-        require_rest(len(prompts), recipe.data.held_out)
-        report = answer_prompts(recipe, chat, target, progress, prompts, keeper)
-        if report.rejects and not report.resumed + report.written:
-            raise DataError(
-                f"none of the {len(report.rejects)} prompts got an answer; the first: {report.rejects[0].reason}",
-                where=ConversationFiles.of(recipe).unanswered,
-                remedy="mend what the reasons in that file name, such as prompts that leave the context no room",
-            )
+    files = ConversationFiles.of(recipe)
+    if recipe.data.path is not None:
+        return present_conversations(recipe)
+    if recipe.data.answers.source == "given":
+        conversations, rejects = _given(recipe.data.prompts)
+        if not settled:
+            _write_rejects(files.rejects, rejects)
+        return conversations
+    # Before hours of answers, not behind them.
+    prompts = prepare_prompts(recipe, chat, target, progress)
+    require_rest(len(prompts), recipe.data.held_out)
+    if settled and files.answers.exists():
+        # Refuses what was answered by another source.
+        unanswered(prompts, _answer_source(recipe, chat, target), files.answers)
+        return present_conversations(recipe)
+    report = answer_prompts(recipe, chat, target, progress, prompts, keeper)
+    if report.rejects and not report.resumed + report.written:
+        raise DataError(
+            f"none of the {len(report.rejects)} prompts got an answer; the first: {report.rejects[0].reason}",
+            where=files.unanswered,
+            remedy="mend what the reasons in that file name, such as prompts that leave the context no room",
+        )
     return present_conversations(recipe)
 
 
@@ -219,18 +234,23 @@ def present_conversations(recipe: Recipe) -> Sequence[Conversation]:
     if data.path is not None:
         return read_answers(_resource(data.path))
     if data.answers.source == "given":
-        given = [read_conversations(source) for source in data.prompts]
-        _write_rejects(ConversationFiles.of(recipe).rejects, [r for found in given for r in found.rejects])
-        if len(given) == 1:
-            return given[0].items
-        # Two files may count their rows alike.
-        named = (
-            replace(conversation, id=f"{number}-{conversation.id}" if number else conversation.id)
-            for number, found in enumerate(given)
-            for conversation in found.items
-        )
-        return write_lines(named, Conversation.to_json, Conversation.from_json)
+        return _given(data.prompts)[0]
     return read_answers(ConversationFiles.of(recipe).answers)
+
+
+def _given(sources: Sequence[PromptSource]) -> tuple[Sequence[Conversation], list[Reject]]:
+    """Conversations that were answered elsewhere, and the rows that are none."""
+    found = [read_conversations(source) for source in sources]
+    rejects = [reject for one in found for reject in one.rejects]
+    if len(found) == 1:
+        return found[0].items, rejects
+    # Two files may count their rows alike.
+    named = (
+        replace(conversation, id=f"{number}-{conversation.id}" if number else conversation.id)
+        for number, one in enumerate(found)
+        for conversation in one.items
+    )
+    return write_lines(named, Conversation.to_json, Conversation.from_json), rejects
 
 
 def data_hashes(recipe: Recipe) -> dict[str, str]:
@@ -246,7 +266,7 @@ def data_hashes(recipe: Recipe) -> dict[str, str]:
 
 
 def _answer_source(
-    recipe: Recipe, chat: ChatRenderer, target: Callable[[], InProcess], taps: Sequence[Tap]
+    recipe: Recipe, chat: ChatRenderer, target: Callable[[], InProcess], taps: Sequence[Tap] = ()
 ) -> AnswerSource:
     answers = recipe.data.answers
     if answers.source == "server":
@@ -269,8 +289,10 @@ def _resource(name: str) -> Path:
 
 
 def _write_rejects(path: Path, rejects: list[Reject]) -> None:
-    path.unlink(missing_ok=True)
-    if rejects:
-        with atomic_file(path) as partial:
-            lines = [json.dumps(reject.to_json(), ensure_ascii=False) + "\n" for reject in rejects]
-            partial.write_text("".join(lines), encoding="utf-8")
+    if not rejects:
+        path.unlink(missing_ok=True)
+        return
+    # In place of the one before at once: other processes may be reading it.
+    with atomic_file(path) as partial:
+        lines = [json.dumps(reject.to_json(), ensure_ascii=False) + "\n" for reject in rejects]
+        partial.write_text("".join(lines), encoding="utf-8")

@@ -19,6 +19,8 @@ SHORTHANDS = {"target": "model"}
 
 RESOLVED = "recipe.yaml"
 """Name of the resolved recipe in a run's folder."""
+CHECKPOINTS = "checkpoints"
+"""Folder of a run's checkpoints."""
 
 REFERENCES = ("none", "ngram", "suffix", "oracle")
 """What evaluations measure beside a run's draft, by name: no run can have one of these."""

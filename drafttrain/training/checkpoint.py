@@ -145,6 +145,11 @@ def load_checkpoint(
     return TrainState(**meta["state"]), Snapshot(weights, moments)
 
 
+def has_checkpoints(folder: Path) -> bool:
+    """Whether a run has got as far as one, whole or not."""
+    return folder.is_dir() and bool(_by_age(folder))
+
+
 def require_same_run(folder: Path, fingerprint: Mapping[str, Any]) -> None:
     """Refuse early, before answers and features are made, what `load_checkpoint` would refuse behind them.
 

@@ -1,6 +1,6 @@
 """Signs of life: a small file for each rank, and the verdict on a rank that died, failed or hangs.
 
-    heartbeat/rank-00003.json    {"rank", "host", "machine", "pid", "step", "stage", "beats", "time", "idle_s", "ended", "failed"}
+    heartbeat/rank-00003.json    {"rank", "host", "machine", "pid", "step", "stage", "beats", "idle_s", "ended", ...}
 
 Ranks wait for each other in collectives, so one that is gone or stuck holds up all. A thread, which a blocked
 collective does not stop, looks at the others' files when nothing moves: the rank that is furthest behind is the one

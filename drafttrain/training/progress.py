@@ -91,7 +91,7 @@ class ConsoleReporter:
 
     def __init__(self, console: Console, *, quiet: bool = False, every_s: float = 5.0) -> None:
         self.console, self.quiet, self.every_s = console, quiet, every_s
-        self._began: dict[str, float] = {}
+        self._began: dict[str, tuple[float, int]] = {}
         self._whole: set[str] = set()
         self._shown = 0.0
 
@@ -103,7 +103,7 @@ class ConsoleReporter:
     def progress(self, task: str, done: int, total: int) -> None:
         """`done` of `total` units of a task."""
         now = time.monotonic()
-        began = self._began.setdefault(task, now)
+        began, before = self._began.setdefault(task, (now, done))
         if done < total and now - self._shown < self.every_s:
             return
         if done >= total:
@@ -111,5 +111,7 @@ class ConsoleReporter:
                 return
             self._whole.add(task)
         self._shown = now
-        left = (now - began) / done * (total - done) if done else 0.0
-        self.say(f"{task}: {done}/{total}  ETA {timedelta(seconds=round(left))}")
+        # What an earlier run had done says nothing of this one's pace, nor does the first call.
+        pace = (now - began) / (done - before) if done > before else None
+        left = "" if pace is None else f"  ETA {timedelta(seconds=round(pace * (total - done)))}"
+        self.say(f"{task}: {done}/{total}{left}")

@@ -23,7 +23,7 @@ from drafttrain.modeling.compiled import require_compiler
 from drafttrain.recipe.build import RunParts, build_run, open_features, store_path, write_features
 from drafttrain.recipe.history import Change, changes, check_changes, earlier_name, keep_recipe
 from drafttrain.recipe.provenance import collect_provenance, record_provenance, versions
-from drafttrain.recipe.schema import RESOLVED, Recipe
+from drafttrain.recipe.schema import CHECKPOINTS, RESOLVED, Recipe
 from drafttrain.recipe.servers import check_servers
 from drafttrain.recipe.settle import settle
 from drafttrain.targets.ends import load_ends
@@ -32,7 +32,7 @@ from drafttrain.training.acceptance import EngineMeasurement
 from drafttrain.training.adapter import ADAPTER, require_peft, save_adapter
 from drafttrain.training.ahead import batches_ahead
 from drafttrain.training.callbacks import Listener, WandbTracker, require_tracker, tracker_id
-from drafttrain.training.checkpoint import require_same_run, set_aside
+from drafttrain.training.checkpoint import has_checkpoints, require_same_run, set_aside
 from drafttrain.training.distributed import from_main, make_accelerator
 from drafttrain.training.heartbeat import Heartbeat
 from drafttrain.training.launch import Launch, check_against_recipe, requested
@@ -99,6 +99,7 @@ def train_recipe(recipe: Recipe, resume: Resume, console: Console) -> TrainResul
         # Models that the engine compiles, too, ask for it themselves; here it is asked before hours of data.
         ranks.together(lambda: require_compiler(accelerator.device))
     ranks.together(lambda: _require_one_device(recipe, accelerator.device))
+    ranks.together(lambda: _require_base_elsewhere(recipe))
     ranks.agree("the recipe", recipe.model_dump(mode="json"), "start every rank with the same recipe and overrides")
     ranks.agree("the software", versions(), "install the same versions on every host")
     folder = Path(recipe.run_folder)
@@ -156,11 +157,28 @@ def _require_one_device(recipe: Recipe, device: torch.device) -> None:
         )
 
 
+def _require_base_elsewhere(recipe: Recipe) -> None:
+    """Refuse adapters on a draft that the run itself will replace: a run that goes on would add them to another one.
+
+    Raises:
+        RecipeError: naming that draft.
+    """
+    start = recipe.drafter.warm_start
+    if recipe.drafter.lora is None or start is None:
+        return
+    if Path(start).resolve() in (Path(recipe.run_folder, name).resolve() for name in (BEST, FINAL)):
+        raise RecipeError(
+            f"{start} is a draft of this very run, which replaces it, and adapters need what they were trained on",
+            where="drafter.warm_start",
+            remedy="copy that folder and start from the copy, or choose another output_dir",
+        )
+
+
 def _refuse_another_run(run: _Run, known: dict[str, Any]) -> None:
     """Answers and features take hours: a folder that holds another run is refused before them."""
     if run.resume == "never":
         return
-    checkpoints = run.folder / "checkpoints" if run.resume == "auto" else run.resume
+    checkpoints = run.folder / CHECKPOINTS if run.resume == "auto" else run.resume
     run.ranks.together(lambda: require_same_run(checkpoints, known))
 
 
@@ -288,12 +306,14 @@ def _base(recipe: Recipe) -> str:
 
 def _build(run: _Run) -> RunParts:
     recipe, ranks, report = run.recipe, run.ranks, run.report
+    # An answer more would make it another run.
+    settled = not ranks.main or (run.resume != "never" and has_checkpoints(run.folder / CHECKPOINTS))
     if recipe.target.placement != "zero3":
         load = load_target if recipe.target.placement == "whole" else load_ends
-        # The main rank writes data and features; the others then find them.
-        return ranks.main_first(lambda: build_run(recipe, report, load))
+        # The main rank writes the data; the others then find it.
+        return ranks.main_first(lambda: build_run(recipe, report, load, settled=settled))
     # Loading in shards and copying from them is done by all ranks at once.
-    return ranks.together(lambda: build_run(recipe, report, load_sharded_target, ranks.main_first))
+    return ranks.together(lambda: build_run(recipe, report, load_sharded_target, ranks.main_first, settled=settled))
 
 
 @contextmanager

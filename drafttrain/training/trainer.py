@@ -23,6 +23,7 @@ from drafttrain.features.prefetch import Batches, InTurn, Prefetcher
 from drafttrain.features.sources import FeatureSource, WaitingSource
 from drafttrain.losses.objective import Objective, ObjectiveOutput
 from drafttrain.modeling.head import Head
+from drafttrain.recipe.schema import CHECKPOINTS
 from drafttrain.recipe.training_config import TrainingConfig
 from drafttrain.training.callbacks import Acceptance, Listener, MeasureAcceptance
 from drafttrain.training.checkpoint import (
@@ -122,7 +123,7 @@ class Trainer:
         warn: Callable[[str], None] = lambda message: None,
     ) -> None:
         self.accelerator, self.config, self.seed, self.warn = accelerator, config, seed, warn
-        self.checkpoints = folder / "checkpoints"
+        self.checkpoints = folder / CHECKPOINTS
         self._life = life
         self.device = accelerator.device
         self.drafter = parts.drafter.to(self.device)
@@ -232,7 +233,7 @@ class Trainer:
         source = self.source
         with StopRequest(source.give_up if isinstance(source, WaitingSource) else lambda: None) as stop:
             try:
-                if self.guard.rolls_back and not self.state.step:
+                if self.guard.rolls_back and self._saved_step is None:
                     self._save()
                 windows, batches = self._feed()
                 with closing(batches) as self._batches:
@@ -282,6 +283,7 @@ class Trainer:
                 )
             )
         rate = learning_rate(self.state.step, self.total_steps, self.config)
+        seconds = dict(self._interval.seconds)
         steps = [
             self._micro_step(index, rows, counts, last=index == len(micro) - 1) for index, rows in enumerate(micro)
         ]
@@ -291,6 +293,7 @@ class Trainer:
         if blanks:
             # Some rank was told to stop while it waited for features: this step is made after the resume.
             self.strategy.drop()
+            self._interval.seconds = seconds
             return False
         self._at("update", 2 * len(micro))
         norm = 0.0

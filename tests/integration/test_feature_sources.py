@@ -110,6 +110,8 @@ def test_sigterm_ends_a_run_that_waits_for_a_server_and_the_run_goes_on(tmp_path
         assert told and time.monotonic() - told[0] < 20
     trainer.source.close()
     assert not result.finished and 3 <= result.state.step < 8
+    # The step that was given up is in no figure of the run that goes on.
+    assert set(result.state.interval["seconds"].values()) == {0.0}
     assert [path.name for path in trainer.checkpoints.iterdir()] == [f"step-{result.state.step:08d}"]
     resumed = make(tmp_path / "run", "eagle3", DATA, max_steps=8, lr=2e-3, prefetch=prefetch)
     resumed.restore("auto")

@@ -75,6 +75,18 @@ def test_a_rollback_goes_on_from_the_newest_checkpoint(tmp_path: Path) -> None:
     assert_same_state(ours, fresh)
 
 
+def test_a_run_that_starts_from_another_ones_checkpoint_can_roll_back_to_it(tmp_path: Path) -> None:
+    values: dict[str, Any] = {"guard": {"non_finite": "rollback"}, "save_every": 4}
+    first, _ = trained(tmp_path / "a", 2, save_every=2)
+    trainer = make_trainer(tmp_path / "b", Launch(), "eagle3", max_steps=3, **FLAT, **values)
+    trainer.source = Spoiled(trainer.source, names_of(trainer, (3,)), math.nan)  # type: ignore[assignment]
+    trainer.restore(tmp_path / "a/checkpoints/step-00000002")
+    recorder = Recorder()
+    trainer.fit([recorder])
+    assert [(r["step"], r["to_step"]) for r in recorder.records if r["kind"] == "guard"] == [(3, 2)]
+    assert_same_state(trainer, first)
+
+
 def test_a_guard_that_drops_too_much_stops(tmp_path: Path) -> None:
     with pytest.raises(NonFiniteError, match=r"at step 5; training\.guard\.limit allows 2 dropped steps in a row"):
         trained(tmp_path / "a", 8, bad=(3, 4, 5), guard={"non_finite": "skip", "limit": 2})

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from drafttrain.cli.common import chat_of, target_when_needed
 from drafttrain.cli.main import main
+from drafttrain.corpus.answers import TargetAnswers
 from drafttrain.errors import DataError
 from drafttrain.files import read_json, write_json
 from drafttrain.recipe.conversations import prepare_conversations, what_was_left_out
@@ -102,6 +103,24 @@ def test_what_is_left_out_is_said_and_nothing_left_is_an_error(recipe: Path) -> 
     with pytest.raises(DataError, match=r"none of the 1 prompts got an answer; the first: the prompt has"):
         prepare_conversations(run, chat, load)
     assert "1 prompt(s) without an answer, the first: the prompt has" in what_was_left_out(run)[0]
+
+
+def test_settled_data_is_what_is_there(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that has trained on it, or a rank for which another wrote it, asks no prompt again."""
+    with Path("prompts.jsonl").open("a", encoding="utf-8") as file:
+        file.write(json.dumps({"id": "long", "prompt": "word " * 200}) + "\n")
+    run = load_recipe(recipe)
+    chat, load = chat_of(run), target_when_needed(run, Console())
+    answered = {item.id for item in prepare_conversations(run, chat, load)}
+    assert answered == {"prompts-0", "two"}
+    with monkeypatch.context() as patched:
+        patched.setattr(TargetAnswers, "answer", lambda *_: pytest.fail("asked again"))
+        assert {item.id for item in prepare_conversations(run, chat, load, settled=True)} == answered
+        other = load_recipe(recipe, ["data.answers.temperature=0.5"])
+        with pytest.raises(DataError, match=r"other settings \(temperature"):
+            prepare_conversations(other, chat, load, settled=True)
+    Path("runs/tiny/data/answers.jsonl").unlink()
+    assert {item.id for item in prepare_conversations(run, chat, load, settled=True)} == answered
 
 
 def test_prompts_of_a_folder_are_collected_again_when_its_files_changed(

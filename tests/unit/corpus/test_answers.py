@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import resource
@@ -31,6 +32,7 @@ class Echo:
 
     def __init__(self, name: str = "echo") -> None:
         self.identity: dict[str, Any] = {"source": name}
+        self.settings = self.identity
         self.asked: list[str] = []
 
     def answer(self, questions: Sequence[Question]) -> Iterator[tuple[int, Answer | Failure]]:
@@ -90,7 +92,7 @@ def test_kill_9_again_and_again_loses_and_doubles_nothing(tmp_path: Path) -> Non
         "from drafttrain.corpus.answers import Answer, regenerate\n"
         "from drafttrain.corpus.types import Prompt\n"
         "class Slow:\n"
-        "    identity = {'source': 'slow'}\n"
+        "    identity = settings = {'source': 'slow'}\n"
         "    def answer(self, questions):\n"
         "        for index, question in enumerate(questions):\n"
         "            time.sleep(0.002)\n"
@@ -162,6 +164,21 @@ def test_two_runs_cannot_write_to_one_file(tmp_path: Path) -> None:
             return super().answer(questions)
 
     assert regenerate(prompts(2), Nested(), path).written == 2
+
+
+def test_a_complete_file_is_read_beside_another_reader_or_writer(tmp_path: Path) -> None:
+    """Ranks look at it at once."""
+    path = tmp_path / "out.jsonl"
+    regenerate(prompts(3), Echo(), path)
+    before = path.read_bytes()
+    with path.open("ab") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        assert regenerate(prompts(3), Echo(), path).resumed == 3
+        with pytest.raises(DataError, match="another run"):
+            regenerate(prompts(4), Echo(), path)
+        with pytest.raises(DataError, match="other settings"):
+            regenerate(prompts(3), Echo("other"), path)
+    assert path.read_bytes() == before
 
 
 def test_a_full_disk_is_one_error_and_what_stands_is_kept(tmp_path: Path) -> None:

@@ -129,6 +129,8 @@ def test_held_out_conversations_do_not_depend_on_the_order() -> None:
     assert {c.id for c in again} == {c.id for c in held}
     with pytest.raises(DataError, match="none is left to train on"):
         split_held_out(data, 21)
+    with pytest.raises(DataError, match=f"2 conversations have the id {data[3].id!r}"):
+        split_held_out([*data, data[3]], 5)
 
 
 def test_inspection_colours_exactly_the_supervised_tokens(chat: ChatRenderer, tmp_path: Path) -> None:

@@ -232,3 +232,17 @@ def test_regeneration_resumes_after_the_server_died(server: Server, tmp_path: Pa
     answers = read_answers(path)
     assert sorted(item.id for item in answers) == sorted(prompt.id for prompt in prompts)
     assert all(item.messages[-1]["content"].startswith("re: ") for item in answers)
+
+
+def test_a_complete_file_needs_no_server(server: Server, tmp_path: Path) -> None:
+    prompts, path = [Prompt("p", [user("q")])], tmp_path / "out.jsonl"
+    regenerate(prompts, source(server, model=None), path)
+    gone = source(server, model=None, base_url="http://127.0.0.1:9/v1", retries=0)
+    assert regenerate(prompts, gone, path).resumed == 1
+    with pytest.raises(DataError, match="no server answers"):
+        regenerate([*prompts, Prompt("more", [user("q")])], gone, path)
+    with pytest.raises(DataError, match=r"other settings .*temperature"):
+        regenerate(prompts, source(server, model=None, temperature=0.5), path)
+    assert regenerate(prompts, source(server, model="listed-model"), path).resumed == 1
+    with pytest.raises(DataError, match="model: 'listed-model' -> 'another'"):
+        regenerate(prompts, source(server, model="another"), path)

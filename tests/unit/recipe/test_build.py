@@ -11,7 +11,7 @@ import torch
 
 from drafttrain.corpus.dataset import token_counts
 from drafttrain.drafters.saving import save_draft
-from drafttrain.errors import RecipeError, TargetError
+from drafttrain.errors import CheckpointError, DataError, RecipeError, TargetError
 from drafttrain.files import read_json, write_json
 from drafttrain.recipe.build import build_run, prepare_store
 from drafttrain.recipe.load import load_recipe
@@ -125,6 +125,71 @@ def test_a_draft_that_cannot_start_is_refused_before_its_data_is_made(
     with pytest.raises(RecipeError, match=rf"drafter(\.\w+)?: .*{message}"):
         stage(load_recipe(asked), Said())
     assert not run.exists() and not (tmp_path / "cache").exists()
+
+
+def test_a_start_from_another_draft_is_refused_before_data_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DRAFTTRAIN_CACHE", str(tmp_path / "cache"))
+    world, run, first = make_world(tmp_path), tmp_path / "run", tmp_path / "first"
+    parts = build_run(load_recipe(recipe(world, tmp_path / "other")), Said())
+    other = {**parts.target.identity.to_dict(), "hidden_size": 16}
+    save_draft(first, parts.drafter, target=other)
+
+    def start(**drafter: object) -> None:
+        answers = {"answers": {"source": "target", "max_new_tokens": 8}}
+        asked = recipe(world, run, drafter={"family": "eagle3", "warm_start": str(first), **drafter}, data=answers)
+        build_run(load_recipe(asked), Said())
+
+    with pytest.raises(CheckpointError, match=r"differs from .* in hidden_size"):
+        start(depth=3)
+    save_draft(first, parts.drafter, target=parts.target.identity.to_dict(), replace=True)
+    with pytest.raises(RecipeError, match=r"lora\.modules: this draft has no query; it has "):
+        start(lora={"modules": ["query"]})
+    with pytest.raises(CheckpointError, match=r"contradicts the draft that it starts from: .*num_layers"):
+        start(num_layers=2)
+    with pytest.raises(CheckpointError, match="of family eagle3, the recipe asks for medusa"):
+        start(family="medusa")
+    assert not run.exists()
+
+
+def test_acceptance_is_measured_on_held_out_prompts_that_can_be_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DRAFTTRAIN_CACHE", str(tmp_path / "cache"))
+    world, said = make_world(tmp_path), Said()
+    tokenizer = world / "target" / "tokenizer_config.json"
+    template = world / "target" / "chat_template.jinja"
+    template.write_text(
+        "{% for m in messages if m.role == 'system' %}{{ raise_exception('no system, please') }}{% endfor %}" + CHATML
+    )
+    assert "chat_template" not in read_json(tokenizer)
+
+    def asked(text: str) -> dict[str, str]:
+        return {"role": "user", "content": text}
+
+    answer = {"role": "assistant", "content": "two three"}
+    talks = {
+        "refused": [{"role": "system", "content": "one"}, asked("one"), answer],
+        "long": [asked("one " * 200), answer],
+        "greets": [answer, asked("four five"), answer],
+        "plain": [asked("six"), answer],
+    }
+    with (world / "conversations.jsonl").open("w") as file:
+        for name, messages in talks.items():
+            # As many of a kind as are held out and one: some are held out, whichever are chosen.
+            for number in range(8):
+                file.write(json.dumps({"id": f"{name}{number}", "messages": messages}) + "\n")
+    config = {"data": {"held_out": 25}, "evaluation": {"prompts": 20}}
+    parts = build_run(load_recipe(recipe(world, tmp_path / "run", **config)), said)
+    greets = parts.target.tokenizer.apply_chat_template([answer, asked("four five")], add_generation_prompt=True)
+    assert 2 <= len(parts.held_out) < 20 and max(map(len, parts.held_out)) < 128
+    assert greets["input_ids"] in parts.held_out
+    (line,) = (line for line in said.lines if "are passed over" in line)
+    assert f"measured on {len(parts.held_out)} prompts; {25 - len(parts.held_out)} of those held out" in line
+    everywhere = {**config, "evaluation": {"prompts": 20, "max_new_tokens": 256}}
+    with pytest.raises(DataError, match=r"evaluation.prompts: acceptance can be measured on none of the 25"):
+        build_run(load_recipe(recipe(world, tmp_path / "none", **everywhere)), Said())
 
 
 def test_a_run_goes_on_upon_the_frozen_weights_that_it_was_begun_on_alone(

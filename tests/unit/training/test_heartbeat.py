@@ -99,7 +99,13 @@ def clocks(monkeypatch: pytest.MonkeyPatch) -> Clocks:
 def test_a_rank_on_a_silent_host_is_dead_whatever_the_clocks_say(tmp_path: Path, clocks: Clocks) -> None:
     said: list[str] = []
     beat = watch(tmp_path, 0, 2, said, patience=None)
-    theirs: dict[str, object] = {"rank": 1, "host": "another-host", "machine": "another", "time": 5e8, "beats": 0}  # years behind
+    theirs: dict[str, object] = {
+        "rank": 1,
+        "host": "another-host",
+        "machine": "another",
+        "time": 5e8,
+        "beats": 0,
+    }  # years behind
     for beats in range(1, 31):
         clocks.passed += 10
         clocks.day += 3600  # set forward, again and again

@@ -74,7 +74,21 @@ def test_a_task_that_is_done_is_said_once() -> None:
     reporter = ConsoleReporter(Console(file=out))
     for done in (8, 8, 8):
         reporter.progress("prompts", done, 8)
-    assert out.getvalue().splitlines() == ["prompts: 8/8  ETA 0:00:00"]
+    assert out.getvalue().splitlines() == ["prompts: 8/8"]
+
+
+def test_the_time_left_is_told_by_what_this_run_has_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    """900 of 1000 answers are an earlier run's; ten more took a minute."""
+    out, now = io.StringIO(), 0.0
+    monkeypatch.setattr("drafttrain.training.progress.time.monotonic", lambda: now)
+    reporter = ConsoleReporter(Console(file=out), every_s=0.0)
+    for done, now in ((900, 100.0), (910, 160.0), (1000, 700.0)):  # noqa: B007  the clock reads it
+        reporter.progress("answers", done, 1000)
+    assert out.getvalue().splitlines() == [
+        "answers: 900/1000",
+        "answers: 910/1000  ETA 0:09:00",
+        "answers: 1000/1000  ETA 0:00:00",
+    ]
 
 
 @pytest.mark.parametrize("terminal", [False, True])
