@@ -282,27 +282,13 @@ class Trainer:
                     remedy="look at the loss mask with `drafttrain inspect`",
                 )
             )
-        rate = learning_rate(self.state.step, self.total_steps, self.config)
-        seconds = dict(self._interval.seconds)
-        steps = [
-            self._micro_step(index, rows, counts, last=index == len(micro) - 1) for index, rows in enumerate(micro)
-        ]
-        losses = torch.stack([output.loss.detach() for output, _ in steps]).double().cpu()
-        blank = losses.new_tensor(any(gave_up for _, gave_up in steps))
-        loss, blanks = self._over_ranks(torch.stack([losses.sum(), blank])).tolist()
-        if blanks:
-            # Some rank was told to stop while it waited for features: this step is made after the resume.
-            self.strategy.drop()
-            self._interval.seconds = seconds
+        made = self._gradients(micro, counts)
+        if made is None:
             return False
+        outputs, losses, loss = made
         self._at("update", 2 * len(micro))
-        norm = 0.0
-        trouble = self.guard.of_loss(loss)
-        if trouble is None:
-            norm = self.strategy.update(rate, self.config.clip_norm)
-            trouble = self.guard.of_norm(norm)
-        else:
-            self.strategy.drop()
+        rate = learning_rate(self.state.step, self.total_steps, self.config)
+        trouble, norm = self._update(loss, rate)
         if trouble is not None:
             self._drop(trouble, loss, losses, micro, window, listeners)
         state = self.state
@@ -313,7 +299,7 @@ class Trainer:
             self.guard.taken(loss)
             tokens = sum(len(sample.ids) for row in window.rows for sample in row)
             state.tokens += tokens
-            for output, _ in steps:
+            for output in outputs:
                 self._interval.correct += output.correct.detach().cpu()
                 self._interval.total += output.total.detach().cpu()
             self._interval.end_step(float(losses.sum()), tokens, norm, time.perf_counter() - began)
@@ -322,6 +308,36 @@ class Trainer:
         if state.step % self.config.log_every == 0 or state.step == self.total_steps:
             self._log(rate, listeners)
         return True
+
+    def _gradients(self, micro: list[list[Row]], counts: Tensor) -> tuple[list[ObjectiveOutput], Tensor, float] | None:
+        """Forward and backward of a window.
+
+        Returns:
+            what came of each micro-batch, its loss [N], float64, and the loss of the step over all ranks. None, with
+            nothing changed, when some rank was told to stop while it waited for features: the step is made after the
+            resume.
+        """
+        seconds = dict(self._interval.seconds)
+        steps = [
+            self._micro_step(index, rows, counts, last=index == len(micro) - 1) for index, rows in enumerate(micro)
+        ]
+        losses = torch.stack([output.loss.detach() for output, _ in steps]).double().cpu()
+        blank = losses.new_tensor(any(gave_up for _, gave_up in steps))
+        loss, blanks = self._over_ranks(torch.stack([losses.sum(), blank])).tolist()
+        if blanks:
+            self.strategy.drop()
+            self._interval.seconds = seconds
+            return None
+        return [output for output, _ in steps], losses, loss
+
+    def _update(self, loss: float, rate: float) -> tuple[Trouble | None, float]:
+        """The optimiser's step, if the guard has nothing against it; what it has, and the norm before clipping."""
+        trouble = self.guard.of_loss(loss)
+        if trouble is not None:
+            self.strategy.drop()
+            return trouble, 0.0
+        norm = self.strategy.update(rate, self.config.clip_norm)
+        return self.guard.of_norm(norm), norm
 
     def _over_ranks(self, value: Tensor) -> Tensor:
         return sum_over_ranks(self.accelerator, value) if self.ranks > 1 else value
