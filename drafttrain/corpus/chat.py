@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from datetime import date
 from typing import Any, Protocol, cast
 
 import numpy as np
@@ -20,7 +21,37 @@ from drafttrain.corpus.types import Conversation, Message, Reject, Sample
 from drafttrain.errors import DataError
 from drafttrain.files import sha256_text
 
+TODAY = date(2024, 7, 26)
+"""The day that templates are told which ask for it: data must not depend on when it was rendered."""
+_CLOCK = "strftime_now"
+_DIRECTIVES = (*"aAbBdeHIjmMpSyY", "-d", "-m")
+_DATE = (
+    f"{{%- macro {_CLOCK}(format) -%}}{{{{ format"
+    + "".join(f" | replace('%{code}', '{TODAY.strftime('%' + code)}')" for code in _DIRECTIVES)
+    + " }}{%- endmacro %}\n"
+)
+"""Before a template, in place of the clock that transformers gives it."""
 _PROBE_USER, _PROBE_ANSWER = "Qxq", "Zwz"
+
+
+def as_rendered(message: Message) -> Message:
+    """A message as templates and servers take it: the arguments of its tool calls, JSON text in OpenAI's form, as the
+    objects that they stand for."""
+    calls = message.get("tool_calls")
+    if not isinstance(calls, list):
+        return message
+    return {**message, "tool_calls": [_with_arguments(call) for call in calls]}
+
+
+def _with_arguments(call: Any) -> Any:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
+        return call
+    try:
+        parsed = json.loads(function["arguments"] or "{}")
+    except ValueError:
+        return call
+    return {**call, "function": {**function, "arguments": parsed}} if isinstance(parsed, dict) else call
 
 
 class ChatTokenizer(Protocol):
@@ -36,6 +67,8 @@ class ChatTokenizer(Protocol):
     def convert_ids_to_tokens(self, ids: int) -> str: ...
 
     def decode(self, token_ids: Any, **kwargs: Any) -> Any: ...
+
+    def get_chat_template(self, chat_template: None, tools: Any) -> str: ...
 
     def apply_chat_template(self, conversation: Any, **kwargs: Any) -> Any: ...
 
@@ -68,8 +101,9 @@ class ChatRenderer:
             )
         if not tokenizer.is_fast:
             raise DataError("the tokenizer gives no token offsets (not a fast one)", where=tokenizer.name_or_path)
-        template = json.dumps([tokenizer.chat_template, self.template_kwargs], sort_keys=True, ensure_ascii=False)
-        self.template_hash = sha256_text(template)
+        self._dated = _CLOCK in str(tokenizer.chat_template)
+        parts = [tokenizer.chat_template, self.template_kwargs, *([str(TODAY)] if self._dated else ())]
+        self.template_hash = sha256_text(json.dumps(parts, sort_keys=True, ensure_ascii=False))
         self.name = f"chat template of {tokenizer.name_or_path or 'the tokenizer'} ({self.template_hash[:12]})"
         self._has_marks = re.search(r"\{%-?\s*generation\s*-?%\}", str(tokenizer.chat_template)) is not None
         self._encoder = _untrimmed(tokenizer.backend_tokenizer)
@@ -90,10 +124,11 @@ class ChatRenderer:
         """The text of a conversation. Raises DataError where the template refuses it."""
         try:
             text = self.tokenizer.apply_chat_template(
-                messages,
+                [as_rendered(message) for message in messages],
                 tools=tools or None,
                 tokenize=False,
                 add_generation_prompt=generation_prompt,
+                chat_template=_DATE + self.tokenizer.get_chat_template(None, tools) if self._dated else None,
                 **self.template_kwargs,
             )
         except Exception as error:  # templates raise whatever they like: jinja errors, TypeError, raise_exception()

@@ -89,7 +89,8 @@ class DataConfig(Config):
     held_out: int = Field(default=32, ge=0)
     """Conversations kept out of training for validation."""
     template_kwargs: dict[str, Any] = Field(default_factory=dict)
-    """Extra variables of the chat template, such as `enable_thinking: false`."""
+    """Extra variables of the chat template, such as `enable_thinking: false`. Templates that ask for the date are told
+    26 July 2024, on whatever day they are rendered; where one takes it from a variable (`date_string`), set it here."""
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from drafttrain.corpus.chat import ChatRenderer
+from drafttrain.corpus.chat import ChatRenderer, as_rendered
 from drafttrain.corpus.config import Supervise
 from drafttrain.corpus.lines import pick
 from drafttrain.corpus.samples import SampleTable, write_samples
@@ -63,7 +63,8 @@ def corpus_key(
     """Hex digest over everything that decides the samples."""
     data = hashlib.sha256()
     for number, item in enumerate(conversations):
-        data.update((b"\n" if number else b"") + json.dumps(item.to_json(), sort_keys=True).encode())
+        value = {**item.to_json(), "messages": [as_rendered(message) for message in item.messages]}
+        data.update((b"\n" if number else b"") + json.dumps(value, sort_keys=True).encode())
     parts = {
         "schema": _SCHEMA,
         "data": data.hexdigest(),

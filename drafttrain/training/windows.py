@@ -18,6 +18,11 @@ _BUCKET_WINDOWS = 16
 _POOL_BLOCKS = 16
 
 
+def whole_steps(steps: float) -> int:
+    """A fraction of a step rounded up to one; 2.1 - 2 is a little more than a tenth, and no reason for a step."""
+    return math.ceil(round(steps, 6))
+
+
 @dataclass(frozen=True)
 class Window:
     """The rows of one optimiser step over all ranks.
@@ -130,8 +135,7 @@ class DataOrder:
         steps = sum(math.ceil(len(self.epoch_rows(epoch)) / self.window_rows) for epoch in range(whole))
         if epochs > whole:
             last = math.ceil(len(self.epoch_rows(whole)) / self.window_rows)
-            # 2.1 - 2 is a little more than a tenth.
-            steps += math.ceil(round((epochs - whole) * last, 6))
+            steps += whole_steps((epochs - whole) * last)
         return steps
 
     def windows(self, epoch: int = 0, row: int = 0) -> Iterator[Window]:

@@ -15,6 +15,9 @@ from drafttrain.modeling.causal_lm import CausalLM
 
 _LAYER = re.compile(r"^(.*\blayers\.)(\d+)(\..*)$")
 
+_DROPOUT = re.compile(r"dropout|pdrop")
+"""`attention_dropout`, `resid_pdrop` and their like."""
+
 _OF_EACH_BLOCK = ("layer_types", "mlp_layer_types", "no_rope_layers", "num_attention_heads_per_layer")
 """Lists of a config that say what each block is: its attention, its experts, whether it rotates."""
 
@@ -86,7 +89,14 @@ def text_config_from(arch: dict[str, Any]) -> Any:
 
 
 def new_model(text: Any, device: torch.device | str | None) -> Any:
-    """A causal LM with fresh fp32 weights, in train mode."""
+    """A causal LM with fresh fp32 weights, in train mode, without dropout, whatever the config says of it.
+
+    A draft learns the target's distribution, not noise, and attention over packed rows has no place for it.
+    """
+    text = copy.deepcopy(text)
+    for name, value in text.to_dict().items():
+        if _DROPOUT.search(name) and isinstance(value, float):
+            setattr(text, name, 0.0)
     with torch.device(device or "cpu"):
         model: Any = AutoModelForCausalLM.from_config(text, dtype=torch.float32)  # type: ignore[no-untyped-call]
     return model.train()

@@ -212,9 +212,11 @@ class _Hours:
 def _hours(recipe: Recipe, hardware: Hardware, work: Workload, flops: StepFlops, gathered: float) -> _Hours:
     """At the hardware's assumed use; `gathered`: bytes that a rank receives in a forward of a target in shards."""
     ranks, features = hardware.ranks, recipe.features
-    # Online features are computed in each epoch, those of a store once, and recorded ones with the answers.
-    forwards = work.seen if not features.stores else 0 if features.record else work.samples
-    states = (flops.target.total - flops.target.head) * forwards + flops.first_time.total * work.samples
+    # Online features are computed in each epoch, those of a store once, and recorded ones with the answers. A store
+    # that is built beforehand holds samples that less than an epoch does not reach.
+    once = work.samples if features.source == "offline" else min(work.seen, work.samples)
+    forwards = work.seen if not features.stores else 0 if features.record else once
+    states = (flops.target.total - flops.target.head) * forwards + flops.first_time.total * once
     steps = flops.draft * work.seen + flops.merging * work.steps * recipe.training.accumulation * ranks
     target_rate = hardware.peak(recipe.target.dtype) * hardware.target_use * ranks * 3600
     draft_rate = hardware.peak(recipe.training.precision) * hardware.draft_use * ranks * 3600

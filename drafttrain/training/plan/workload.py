@@ -10,6 +10,7 @@ from drafttrain.corpus.config import DataConfig, PromptSource
 from drafttrain.errors import UserError
 from drafttrain.files import find_resource
 from drafttrain.recipe.schema import Recipe
+from drafttrain.training.windows import whole_steps
 
 _UNKNOWN_ROWS = 100_000
 _PROMPT_TOKENS = 100
@@ -66,7 +67,7 @@ def workload(recipe: Recipe, ranks: int, samples: int | None = None, tokens: int
     if training.max_steps is not None:
         return Workload(count, length, answer, training.max_steps / per_epoch, training.max_steps, notes)
     assert training.epochs is not None
-    return Workload(count, length, answer, training.epochs, math.ceil(per_epoch * training.epochs), notes)
+    return Workload(count, length, answer, training.epochs, whole_steps(per_epoch * training.epochs), notes)
 
 
 def _rows(data: DataConfig, notes: list[str]) -> int:
@@ -95,7 +96,7 @@ def _lines(name: str) -> int | None:
     if Path(name).suffix != ".jsonl":
         return None
     try:
-        with find_resource(name).open(encoding="utf-8") as file:
+        with find_resource(name).open("rb") as file:
             return sum(1 for line in file if line.strip())
     except UserError:
         return None

@@ -232,6 +232,42 @@ def test_tool_messages_between_two_answers_are_not_supervised() -> None:
     assert not any("the sum" in text for text in spoken)
 
 
+@pytest.mark.parametrize(
+    ("given", "shown"),
+    [
+        ({"a": 1}, '{"a": 1}'),
+        ('{"a": 1}', '{"a": 1}'),  # as OpenAI's API has it, and as servers answer
+        ("", "{}"),
+        ("a = 1", '"a = 1"'),
+        ("[1]", '"[1]"'),
+    ],
+)
+def test_arguments_of_a_tool_call_are_shown_as_the_object_that_they_are(given: object, shown: str) -> None:
+    call = {"type": "function", "function": {"name": "add", "arguments": given}}
+    messages = [user("Add"), {"role": "assistant", "content": "", "tool_calls": [call]}]
+    chat = renderer(QWEN3)
+    (text,) = said(chat, sample_of(chat, messages))
+    assert f'"arguments": {shown}}}' in text and text.endswith("</tool_call><|im_end|>")
+    assert call["function"]["arguments"] is given  # type: ignore[index]
+
+
+def test_the_date_in_a_template_is_one_and_the_same() -> None:
+    """A run that goes on tomorrow must find its samples."""
+    dated = "{{ '<|im_start|>system\n' + strftime_now('%d %b %Y') + '<|im_end|>\n' }}" + CHATML
+    chat, plain = renderer(dated), renderer(CHATML)
+    assert chat.render([user("Hi")]).startswith("<|im_start|>system\n26 Jul 2024<|im_end|>")
+    assert "26 Jul" not in plain.render([user("Hi")])
+    asked = "{% set date_string = strftime_now('%A, %-d %b %Y %H:%M') %}"
+    of_llama = "\n{% if date_string is not defined %}" + asked + "{% endif %}{{ date_string }}"
+    tokenizer = chat_tokenizer(of_llama + CHATML)
+    assert ChatRenderer(tokenizer).render([user("Hi")]).startswith("\nFriday, 26 Jul 2024 00:00<|im_start|>")
+    assert ChatRenderer(tokenizer, {"date_string": "1 May 2026"}).render([user("Hi")]).startswith("\n1 May 2026<")
+    tokenizer.chat_template = {"default": CHATML, "tool_use": dated}
+    tools = [{"type": "function", "function": {"name": "f", "description": "", "parameters": {}}}]
+    assert "26 Jul 2024" in ChatRenderer(tokenizer).render([user("Hi")], tools)
+    assert "26 Jul 2024" not in ChatRenderer(tokenizer).render([user("Hi")])
+
+
 def test_tool_messages_are_not_supervised_where_one_sample_holds_all_turns() -> None:
     """The turns before and behind the tool's are in one text: each ends at its own end of turn."""
     messages = [user("Add"), assistant("Let me see."), {"role": "tool", "content": "the sum is 42"}, assistant("42.")]

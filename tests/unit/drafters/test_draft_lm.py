@@ -182,6 +182,19 @@ def test_gradient_checkpointing_changes_nothing(kind: str) -> None:
         torch.testing.assert_close(first, second, rtol=1e-4, atol=1e-4)
 
 
+def test_dropout_of_the_target_is_not_the_draft_s() -> None:
+    target = tiny_target("llama", attention_dropout=0.5)
+    draft = _draft(DraftLMConfig(layers=(0, 3)), target)
+    assert draft.training and target.config.attention_dropout == 0.5
+    batch = packed(target, documents(), ())
+    first, again = (draft.unroll(batch, 1)[0].readout for _ in range(2))
+    assert torch.equal(first, again)
+    arch = draft.saved_arch()
+    assert arch["attention_dropout"] == 0.0
+    loaded = DraftLM.from_saved(draft.config, {**arch, "attention_dropout": 0.5}, VocabMap.full(VOCAB), None)
+    assert loaded.saved_arch() == arch
+
+
 def test_frozen_embedding_and_head() -> None:
     target = tiny_target("llama")
     draft = _draft(DraftLMConfig(layers=(0,), train_embedding=False), target)

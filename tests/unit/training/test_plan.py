@@ -382,6 +382,14 @@ def test_recorded_features_cost_no_forward(llama70b: Callable[..., Any]) -> None
     assert recorded.target_hours < 0.1 * once.target_hours and recorded.draft_hours == once.draft_hours
 
 
+def test_less_than_an_epoch_runs_the_target_over_what_is_reached(llama70b: Callable[..., Any]) -> None:
+    tenth, whole = (
+        llama70b("8xH200", "training.epochs=null", f"training.max_steps={steps}", samples=16_000) for steps in (20, 200)
+    )
+    assert tenth.work.epochs < whole.work.epochs <= 1
+    assert tenth.target_hours == pytest.approx(whole.target_hours / 10)
+
+
 def test_a_store_runs_the_target_once(llama70b: Callable[..., Any]) -> None:
     online = llama70b("8xH200", samples=1000)
     stored = llama70b("8xH200", "features.source=offline", "target.placement=whole", samples=1000)
@@ -465,6 +473,11 @@ def test_the_size_of_data_is_counted_given_or_named_as_assumed(tmp_path: Path) -
     unknown = load_recipe("recipes/quickstart.yaml", ["data.prompts=[{source: someone/prompts}]"])
     assert any("someone/prompts" in note and "--samples" in note for note in workload(unknown, 1).notes)
     assert workload(unknown, 1, samples=10, tokens=64).tokens == 640
+    # As the trainer counts: 100 * 1.1 is a little more than 110.
+    tenth = ["training.max_steps=null", "training.epochs=1.1"]
+    assert workload(load_recipe("recipes/quickstart.yaml", [*overrides, *tenth]), 1, samples=400).steps == 110
+    (tmp_path / "p.jsonl").write_bytes(b'{"prompt": "\xff"}\n' * 3)
+    assert workload(load_recipe("recipes/quickstart.yaml", [*overrides, "data.held_out=2"]), 1).samples == 31
 
 
 def test_a_target_that_cannot_be_reached() -> None:
