@@ -18,7 +18,7 @@ from typing import IO, Any, Generic, TypeVar
 from drafttrain.corpus.chat import ChatRenderer
 from drafttrain.corpus.config import PromptSource
 from drafttrain.corpus.lines import pick, write_lines
-from drafttrain.corpus.shapes import Dialogue, ShapeError, parse_row, to_conversation, to_prompt
+from drafttrain.corpus.shapes import Dialogue, ShapeError, is_row, parse_row, to_conversation, to_prompt
 from drafttrain.corpus.synthesis import synthesise
 from drafttrain.corpus.types import Conversation, Prompt, Reject, TokenGenerator
 from drafttrain.errors import DataError, UserError
@@ -301,7 +301,7 @@ def _json_lines(path: Path) -> Iterator[tuple[str, Any]]:
 
 
 def _json_list(path: Path) -> list[Any]:
-    """A list of rows, or an object that holds one (`data`, `rows`, a split's name)."""
+    """A list of rows, an object that holds one (`data`, `rows`, a split's name), or a row."""
     try:
         with _open(path) as file:
             value = parse_json(file.read())
@@ -309,7 +309,7 @@ def _json_list(path: Path) -> list[Any]:
         raise DataError(f"not valid JSON: {error}", where=path) from None
     if isinstance(value, dict):
         lists = [held for held in value.values() if isinstance(held, list)]
-        value = lists[0] if len(lists) == 1 and "messages" not in value else [value]
+        value = lists[0] if len(lists) == 1 and not is_row(value) else [value]
     if not isinstance(value, list):
         raise DataError("holds no list of rows", where=path)
     return value

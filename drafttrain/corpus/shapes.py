@@ -106,8 +106,22 @@ def to_conversation(dialogue: Dialogue, name: str, meta: dict[str, Any]) -> Conv
     return Conversation(name, dialogue.messages[: answers[-1] + 1], dialogue.tools, meta)
 
 
+def is_row(value: Row) -> bool:
+    """Whether an object is a row by itself, and not one that holds rows."""
+    try:
+        _detect(value)
+    except ShapeError:
+        return False
+    held = _parsed(_first(value, _DIALOGUES))
+    return not isinstance(held, list) or all(_is_message(item) for item in held)
+
+
+def _is_message(value: Any) -> bool:
+    return isinstance(value, Mapping) and ("role" in value or "from" in value)
+
+
 def _detect(row: Row) -> Format:
-    if isinstance(_parsed(_first(row, _DIALOGUES)), list) or isinstance(row.get("turns"), list):
+    if isinstance(_parsed(_first(row, _DIALOGUES)), list) or _turns(row) is not None:
         return "messages"
     if row.get("instruction") is not None:
         return "alpaca"
@@ -119,14 +133,22 @@ def _detect(row: Row) -> Format:
 
 
 def _dialogue(row: Row) -> tuple[list[Any], list[str]]:
-    messages = _parsed(_first(row, _DIALOGUES))
-    turns = row.get("turns")
-    texts = [_text(turn) for turn in turns] if isinstance(turns, list) else []
+    messages, texts = _parsed(_first(row, _DIALOGUES)), _turns(row) or []
     if isinstance(messages, list) and messages:
         return messages, texts
+    if isinstance(asked := _first(row, _QUESTIONS), str):
+        texts.insert(0, asked)
     if texts:
         return [{"role": "user", "content": texts[0]}], texts[1:]
     raise ShapeError("has no messages")
+
+
+def _turns(row: Row) -> list[str] | None:
+    """The user's turns of a conversation without answers, as MT-bench has them; None of a row of another shape."""
+    turns, asked = row.get("turns"), _first(row, _QUESTIONS)
+    if isinstance(turns, list):
+        return [_text(turn) for turn in turns]
+    return list(asked) if isinstance(asked, list) and all(isinstance(turn, str) for turn in asked) else None
 
 
 def _exchange(question: Any, reply: Any) -> list[Any]:

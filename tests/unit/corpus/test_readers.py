@@ -64,6 +64,8 @@ def jsonl(path: Path, rows: list[Any]) -> str:
         (TEXT, ["Hi"], []),
         (TURNS, ["Hi"], ["So?"]),
         ({"question": "Hi", "answer": "Yes"}, ["Hi"], []),
+        ({"prompt": "Hi", "turns": ["So?"]}, ["Hi"], ["So?"]),
+        ({"prompt": ["Hi", "So?"], "reference": ["x"]}, ["Hi"], ["So?"]),  # MT-bench as it is published
         ("Hi", ["Hi"], []),
     ],
 )
@@ -120,6 +122,16 @@ def test_containers(tmp_path: Path, kind: str) -> None:
     expected = [row["prompt"].replace("\n", " ") if kind == "txt" else row["prompt"] for row in rows]
     assert [prompt.messages[0]["content"] for prompt in result.items] == expected
     assert len({prompt.id for prompt in result.items}) == 3
+
+
+@pytest.mark.parametrize("row", [OPENAI, SHAREGPT, {"turns": ["Hi", "So?"]}, {"prompt": "Hi", "tags": ["a"]}])
+def test_a_json_file_may_hold_a_single_row(tmp_path: Path, row: dict[str, Any]) -> None:
+    path = tmp_path / "row.json"
+    read = []
+    for value in (row, [row], {"conversations": [row]}):
+        path.write_text(json.dumps(value))
+        read.append([prompt.to_json() for prompt in read_prompts(PromptSource(source=str(path))).items])
+    assert len(read[0]) == 1 and read[0] == read[1] == read[2]
 
 
 def test_messages_as_json_text_in_a_table(tmp_path: Path) -> None:
