@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from datetime import date
 from typing import Any, Protocol, cast
 
@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from drafttrain.corpus.mask import TemplateTraits, lay_out
+from drafttrain.corpus.tool_calls import as_rendered
 from drafttrain.corpus.types import Conversation, Message, Reject, Sample
 from drafttrain.errors import DataError
 from drafttrain.files import sha256_text
@@ -32,26 +33,6 @@ _DATE = (
 )
 """Before a template, in place of the clock that transformers gives it."""
 _PROBE_USER, _PROBE_ANSWER = "Qxq", "Zwz"
-
-
-def as_rendered(message: Message) -> Message:
-    """A message as templates and servers take it: the arguments of its tool calls, JSON text in OpenAI's form, as the
-    objects that they stand for."""
-    calls = message.get("tool_calls")
-    if not isinstance(calls, list):
-        return message
-    return {**message, "tool_calls": [_with_arguments(call) for call in calls]}
-
-
-def _with_arguments(call: Any) -> Any:
-    function = call.get("function") if isinstance(call, Mapping) else None
-    if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
-        return call
-    try:
-        parsed = json.loads(function["arguments"] or "{}")
-    except ValueError:
-        return call
-    return {**call, "function": {**function, "arguments": parsed}} if isinstance(parsed, dict) else call
 
 
 class ChatTokenizer(Protocol):

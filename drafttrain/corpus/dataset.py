@@ -13,10 +13,11 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from drafttrain.corpus.chat import ChatRenderer, as_rendered
+from drafttrain.corpus.chat import ChatRenderer
 from drafttrain.corpus.config import Supervise
 from drafttrain.corpus.lines import pick
 from drafttrain.corpus.samples import SampleTable, write_samples
+from drafttrain.corpus.tool_calls import as_rendered
 from drafttrain.corpus.types import Conversation, Reject, Sample
 from drafttrain.errors import DataError, UserError
 from drafttrain.files import atomic_folder, cache_dir, read_json, sha256_text, write_json

@@ -16,6 +16,7 @@ import httpx
 
 from drafttrain.corpus.answers import Answer, Failure, Question
 from drafttrain.corpus.config import AnswersConfig
+from drafttrain.corpus.tool_calls import as_sent
 from drafttrain.errors import DataError
 
 logger = logging.getLogger(__name__)
@@ -103,7 +104,7 @@ class ServerAnswers:
         config = self.config
         body: dict[str, Any] = {
             "model": model,
-            "messages": question.messages,
+            "messages": [as_sent(message) for message in question.messages],
             "max_tokens": config.max_new_tokens,
             "temperature": config.temperature,
             "top_p": config.top_p,

@@ -205,6 +205,14 @@ def test_finish_reasons_reasoning_and_tool_calls_are_kept(server: Server) -> Non
     assert isinstance(outcomes["filter"], Failure)
 
 
+@pytest.mark.parametrize("given", [{"a": 1}, '{"a": 1}'])
+def test_arguments_of_tool_calls_are_sent_as_text(server: Server, given: object) -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": given}}
+    history = [user("Add"), {"role": "assistant", "content": "", "tool_calls": [call]}, user("So?")]
+    list(source(server).answer([Question(history)]))
+    assert server.bodies[0]["messages"][1]["tool_calls"][0]["function"] == {"name": "add", "arguments": '{"a": 1}'}
+
+
 def test_the_first_listed_model_is_asked_where_none_is_named(server: Server) -> None:
     answers = source(server, model=None)
     ask(answers, "q")
