@@ -82,9 +82,10 @@ class ChatRenderer:
             )
         if not tokenizer.is_fast:
             raise DataError("the tokenizer gives no token offsets (not a fast one)", where=tokenizer.name_or_path)
-        self._dated = _CLOCK in str(tokenizer.chat_template)
-        parts = [tokenizer.chat_template, self.template_kwargs, *([str(TODAY)] if self._dated else ())]
-        self.template_hash = sha256_text(json.dumps(parts, sort_keys=True, ensure_ascii=False))
+        template = json.dumps([tokenizer.chat_template, self.template_kwargs], sort_keys=True, ensure_ascii=False)
+        self.template_hash = sha256_text(template)
+        self.day = str(TODAY) if _CLOCK in str(tokenizer.chat_template) else None
+        """That the template is told, if it asks for one."""
         self.name = f"chat template of {tokenizer.name_or_path or 'the tokenizer'} ({self.template_hash[:12]})"
         self._has_marks = re.search(r"\{%-?\s*generation\s*-?%\}", str(tokenizer.chat_template)) is not None
         self._encoder = _untrimmed(tokenizer.backend_tokenizer)
@@ -109,7 +110,7 @@ class ChatRenderer:
                 tools=tools or None,
                 tokenize=False,
                 add_generation_prompt=generation_prompt,
-                chat_template=_DATE + self.tokenizer.get_chat_template(None, tools) if self._dated else None,
+                chat_template=_DATE + self.tokenizer.get_chat_template(None, tools) if self.day else None,
                 **self.template_kwargs,
             )
         except Exception as error:  # templates raise whatever they like: jinja errors, TypeError, raise_exception()

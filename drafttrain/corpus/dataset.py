@@ -75,6 +75,7 @@ def corpus_key(
         "max_length": max_length,
         "vocab_size": vocab_size,
         **({} if supervise == "answers" else {"supervise": supervise}),
+        **({} if chat.day is None else {"day": chat.day}),
     }
     return sha256_text(json.dumps(parts, sort_keys=True))
 

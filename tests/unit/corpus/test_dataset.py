@@ -121,13 +121,16 @@ def test_a_small_set_may_be_supervised_whole(chat: ChatRenderer, tmp_path: Path)
     assert with_text.sum() == whole.tokens - 1 - (answers.supervised - 2)
 
 
-def test_a_corpus_is_known_by_what_its_template_is_shown(chat: ChatRenderer) -> None:
+def test_a_corpus_is_known_by_what_its_template_is_shown(chat: ChatRenderer, monkeypatch: pytest.MonkeyPatch) -> None:
     def key(arguments: object) -> str:
         call = {"type": "function", "function": {"name": "add", "arguments": arguments}}
         talk = Conversation("t", [user("Add"), {"role": "assistant", "content": "", "tool_calls": [call]}])
         return corpus_key([talk], chat, max_length=64, vocab_size=VOCAB)
 
     assert key({"a": 1}) == key('{"a": 1}') != key('{"a": 2}')
+    before = key("")
+    monkeypatch.setattr(chat, "day", "2024-07-26")
+    assert key("") != before
 
 
 def test_held_out_conversations_do_not_depend_on_the_order() -> None:
