@@ -10,8 +10,10 @@ from drafttrain.corpus.types import Message
 
 
 def as_rendered(message: Message) -> Message:
-    """A message as templates take it, and servers hand it to them: arguments that are text as the object they stand
-    for."""
+    """A message as servers hand it to templates: arguments as the object that a text stands for, and no empty list of
+    calls, which some templates would take for calls."""
+    if message.get("tool_calls") == []:
+        return {key: value for key, value in message.items() if key != "tool_calls"}
     return _each(message, _parsed)
 
 
@@ -33,7 +35,7 @@ def _changed(call: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def _parsed(given: Any) -> Any:
-    if not isinstance(given, str):
+    if given is not None and not isinstance(given, str):
         return given
     try:
         found = json.loads(given or "{}")

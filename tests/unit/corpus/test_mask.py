@@ -238,6 +238,7 @@ def test_tool_messages_between_two_answers_are_not_supervised() -> None:
         ({"a": 1}, '{"a": 1}'),
         ('{"a": 1}', '{"a": 1}'),  # as OpenAI's API has it, and as servers answer
         ("", "{}"),
+        (None, "{}"),
         ("a = 1", '"a = 1"'),
         ("[1]", '"[1]"'),
     ],
@@ -249,6 +250,15 @@ def test_arguments_of_a_tool_call_are_shown_as_the_object_that_they_are(given: o
     (text,) = said(chat, sample_of(chat, messages))
     assert f'"arguments": {shown}}}' in text and text.endswith("</tool_call><|im_end|>")
     assert call["function"]["arguments"] is given  # type: ignore[index]
+
+
+def test_an_empty_list_of_tool_calls_is_none() -> None:
+    """Llama 3.1's template looks whether a message has the key."""
+    chat = renderer(
+        "{% for m in messages if 'tool_calls' in m %}{{ raise_exception('one call') }}{% endfor %}" + CHATML
+    )
+    sample = sample_of(chat, [user("Hi"), {**assistant("fine"), "tool_calls": []}])
+    assert said(chat, sample) == ["fine<|im_end|>"]
 
 
 def test_the_date_in_a_template_is_one_and_the_same() -> None:
