@@ -180,7 +180,7 @@ def _rows(source: PromptSource) -> Iterator[tuple[str, Any]]:
         yield from _hub_rows(source)
         return
     if path.is_file():
-        yield from _file_rows(path)
+        yield from _file_rows(path, source.split)
     elif _is_saved(path):
         yield from _saved_rows(path, source.split)
     elif not path.is_dir():
@@ -197,7 +197,7 @@ def _rows(source: PromptSource) -> Iterator[tuple[str, Any]]:
         if packed:
             _log.warning("%s: %s", path, left_out)
         for file in files:
-            yield from _file_rows(file)
+            yield from _file_rows(file, source.split)
 
 
 def files_of(folder: Path) -> list[Path]:
@@ -248,13 +248,13 @@ def _open(path: Path) -> IO[bytes]:
     return gzip.open(path) if path.suffix.lower() == _GZIP else path.open("rb")  # type: ignore[return-value]
 
 
-def _file_rows(path: Path) -> Iterator[tuple[str, Any]]:
+def _file_rows(path: Path, split: str) -> Iterator[tuple[str, Any]]:
     suffix = _kind(path)
     try:
         if suffix in (".jsonl", ".ndjson"):
             yield from _json_lines(path)
         elif suffix == ".json":
-            yield from _numbered(path, _json_list(path))
+            yield from _numbered(path, _json_list(path, split))
         elif suffix in (".csv", ".tsv"):
             csv.field_size_limit(_LARGEST_CELL)
             with _open(path) as raw, io.TextIOWrapper(raw, encoding="utf-8-sig", newline="") as file:
@@ -300,16 +300,21 @@ def _json_lines(path: Path) -> Iterator[tuple[str, Any]]:
                 yield f"{path}:{number}", _Bad(f"is not valid JSON: {error}")
 
 
-def _json_list(path: Path) -> list[Any]:
-    """A list of rows, an object that holds one (`data`, `rows`, a split's name), or a row."""
+def _json_list(path: Path, split: str) -> list[Any]:
+    """A list of rows, an object that holds one (`data`, `rows`, the split's name beside others), or a row."""
     try:
         with _open(path) as file:
             value = parse_json(file.read())
     except ValueError as error:
         raise DataError(f"not valid JSON: {error}", where=path) from None
     if isinstance(value, dict):
-        lists = [held for held in value.values() if isinstance(held, list)]
-        value = lists[0] if len(lists) == 1 and not is_row(value) else [value]
+        lists = {name: held for name, held in value.items() if isinstance(held, list)}
+        if is_row(value):
+            value = [value]
+        elif len(lists) == 1:
+            (value,) = lists.values()
+        else:
+            value = lists.get(split, [value])
     if not isinstance(value, list):
         raise DataError("holds no list of rows", where=path)
     return value

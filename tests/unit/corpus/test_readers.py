@@ -134,6 +134,16 @@ def test_a_json_file_may_hold_a_single_row(tmp_path: Path, row: dict[str, Any]) 
     assert len(read[0]) == 1 and read[0] == read[1] == read[2]
 
 
+def test_a_json_file_may_hold_splits(tmp_path: Path) -> None:
+    path = tmp_path / "splits.json"
+    path.write_text(json.dumps({"version": 1, "train": [{"prompt": "Hi"}], "test": [{"prompt": "So?"}]}))
+    for split, text in (("train", "Hi"), ("test", "So?")):
+        (prompt,) = read_prompts(PromptSource(source=str(path), split=split)).items
+        assert prompt.messages[0]["content"] == text
+    with pytest.raises(DataError, match="it has: version, train, test"):
+        read_prompts(PromptSource(source=str(path), split="validation"))
+
+
 def test_messages_as_json_text_in_a_table(tmp_path: Path) -> None:
     path = tmp_path / "rows.csv"
     with path.open("w", newline="") as file:
